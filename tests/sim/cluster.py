@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hybrid_ep.doctor import Report
+from hybrid_ep.doctor import Report, Result, Severity, Status
 from hybrid_ep.doctor.compare import compare
 from hybrid_ep.validation.rounds import rounds
 from tests.sim.scenario import build_stub, run_all
@@ -40,6 +40,41 @@ def write_inventory(folder: Path, hosts: list[str], *, title: str = "Simulated c
         for index, name in enumerate(hosts)
     ]
     write(folder / "inventory.json", {"hosts": entries, "started": STARTED, "title": title})
+
+
+def make_result(status: Status, severity: Severity = Severity.ERROR, **fields: str) -> Result:
+    """A result of the check `gpu.count`."""
+    remedy = "" if status is Status.PASS else "reseat it"
+    result = Result("gpu.count", "gpu", "number of GPUs", status, severity, "7", "8", "NVML", remedy)
+    return replace(result, **fields)
+
+
+def make_report(host: str, *results: Result) -> Report:
+    """A node's report, with facts that fit those of other nodes."""
+    facts: dict[str, Any] = {
+        "driver": "580.95.05",
+        "cuda": 13000,
+        "packages": {"torch": "2.11.0"},
+        "gpus": [{"name": "NVIDIA H200", "uuid": host, "cluster_uuid": None, "clique": None}] * 8,
+        "kernel": "6.8.0",
+        "boot_id": f"boot of {host}",
+        "tree": ["GPU 0 0000:13:00.0 NUMA 0"],
+        "nic_firmware": ["28.43.2026"],
+        "nic_guids": {"mlx5_0": f"guid of {host}"},
+        "clock": {"synchronized": True, "max_error_us": 2000},
+        "domain_gpus": None,
+        "clock_error_ms": 500,
+    }
+    return Report("0.1.0", host, "hgx-h200", "given", 0.1, results, ("mnnvl.clique",), facts)
+
+
+def write_sound_results(folder: Path, hosts: list[str]) -> None:
+    """Writes the inventory, a report of each host on which everything passed, and what compare says of them."""
+    write_inventory(folder, hosts)
+    reports = [make_report(host, make_result(Status.PASS)) for host in hosts]
+    for report in reports:
+        write(folder / "nodes" / f"{report.host}.json", report.to_json())
+    write(folder / "compare.json", compare(reports).to_json())
 
 
 def write_nodes(folder: Path, reports: Mapping[str, Report], scenario_of: Mapping[str, str]) -> list[Report]:

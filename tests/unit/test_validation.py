@@ -16,9 +16,8 @@ from click.testing import CliRunner, Result
 
 from hybrid_ep.bench.link import LinkFigures, LinkReport
 from hybrid_ep.cli import main
-from hybrid_ep.doctor import Profile, Report, Severity, Status, load_profile
+from hybrid_ep.doctor import Profile, Severity, Status, load_profile
 from hybrid_ep.doctor import Result as CheckResult
-from hybrid_ep.doctor.compare import compare
 from hybrid_ep.doctor.model import clean
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.validation.cluster import REPORTED, Cluster, load_cluster
@@ -28,48 +27,20 @@ from hybrid_ep.validation.markdown import to_markdown
 from hybrid_ep.validation.page import to_html
 from hybrid_ep.validation.record import judge_output
 from hybrid_ep.validation.results import JobFile, Metric, read_inventory, read_log_tail, schema
-from tests.sim.cluster import names, write, write_inventory, write_job
+from tests.sim.cluster import make_report, make_result, names, write, write_inventory, write_job, write_sound_results
 
 HOSTS = ["a", "b", "c"]
-
-
-def _result(status: Status, severity: Severity = Severity.ERROR, **fields: str) -> CheckResult:
-    remedy = "" if status is Status.PASS else "reseat it"
-    result = CheckResult("gpu.count", "gpu", "number of GPUs", status, severity, "7", "8", "NVML", remedy)
-    return replace(result, **fields)
-
-
-def _report(host: str, *results: CheckResult) -> Report:
-    facts: dict[str, Any] = {
-        "driver": "580.95.05",
-        "cuda": 13000,
-        "packages": {"torch": "2.11.0"},
-        "gpus": [{"name": "NVIDIA H200", "uuid": host, "cluster_uuid": None, "clique": None}] * 8,
-        "kernel": "6.8.0",
-        "boot_id": f"boot of {host}",
-        "tree": ["GPU 0 0000:13:00.0 NUMA 0"],
-        "nic_firmware": ["28.43.2026"],
-        "nic_guids": {"mlx5_0": f"guid of {host}"},
-        "clock": {"synchronized": True, "max_error_us": 2000},
-        "domain_gpus": None,
-        "clock_error_ms": 500,
-    }
-    return Report("0.1.0", host, "hgx-h200", "given", 0.1, results, ("mnnvl.clique",), facts)
 
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
     """Three hosts on which everything passed, and what compare says of them."""
-    write_inventory(tmp_path, HOSTS)
-    reports = [_report(host, _result(Status.PASS)) for host in HOSTS]
-    for report in reports:
-        write(tmp_path / "nodes" / f"{report.host}.json", report.to_json())
-    write(tmp_path / "compare.json", compare(reports).to_json())
+    write_sound_results(tmp_path, HOSTS)
     return tmp_path
 
 
 def _put(results: Path, host: str, *found: CheckResult) -> None:
-    write(results / "nodes" / f"{host}.json", _report(host, *found).to_json())
+    write(results / "nodes" / f"{host}.json", make_report(host, *found).to_json())
 
 
 def _run(*words: object) -> Result:
@@ -140,7 +111,7 @@ def test_unreachable_host_failed_with_its_reason(results: Path) -> None:
         ("[]", "nodes/b.json: the document: [] is not of type 'object'"),
         ('{"unreachable": 7}', "nodes/b.json: unreachable: 7 is not of type 'string'"),
         ('{"results": []}', "nodes/b.json: the document: "),
-        (json.dumps(_report("b").to_json()), "a report without any result"),
+        (json.dumps(make_report("b").to_json()), "a report without any result"),
     ],
 )
 def test_bad_node_file_is_that_nodes_result_alone(results: Path, text: str, seen: str) -> None:
@@ -153,7 +124,7 @@ def test_bad_node_file_is_that_nodes_result_alone(results: Path, text: str, seen
 
 
 def test_bad_field_of_a_node_is_named(results: Path) -> None:
-    tree = _report("b", _result(Status.PASS)).to_json()
+    tree = make_report("b", make_result(Status.PASS)).to_json()
     tree["results"][0]["status"] = "passed"
     write(results / "nodes" / "b.json", tree)
     assert "nodes/b.json: results.0.status: 'passed' is not one of" in _node(load_cluster(results), "b").seen
@@ -181,7 +152,7 @@ def test_other_things_wrong_with_the_folder(results: Path) -> None:
 
 def test_one_node_alone_needs_no_comparison(tmp_path: Path) -> None:
     write_inventory(tmp_path, ["a"])
-    _put(tmp_path, "a", _result(Status.PASS))
+    _put(tmp_path, "a", make_result(Status.PASS))
     cluster = load_cluster(tmp_path)
     assert (cluster.headline, cluster.status) == ("1 of 1 node is fit", Status.PASS)
 
@@ -190,8 +161,8 @@ def test_one_node_alone_needs_no_comparison(tmp_path: Path) -> None:
 
 
 def test_healthy(results: Path) -> None:
-    _put(results, "a", _result(Status.FAIL))
-    _put(results, "b", _result(Status.UNKNOWN), _result(Status.FAIL, Severity.WARNING))
+    _put(results, "a", make_result(Status.FAIL))
+    _put(results, "b", make_result(Status.UNKNOWN), make_result(Status.FAIL, Severity.WARNING))
     write(results / "nodes" / "c.json", {"unreachable": "down"})
     done = _run("healthy", results, "--json")
     assert done.exit_code == 0
@@ -210,9 +181,9 @@ def test_healthy(results: Path) -> None:
 
 
 def test_same_fault_on_several_nodes_is_one_thing_to_do(results: Path) -> None:
-    _put(results, "a", _result(Status.FAIL))
-    _put(results, "c", _result(Status.FAIL, seen="6"))
-    _put(results, "b", _result(Status.UNKNOWN))
+    _put(results, "a", make_result(Status.FAIL))
+    _put(results, "c", make_result(Status.FAIL, seen="6"))
+    _put(results, "b", make_result(Status.UNKNOWN))
     to_dos = load_cluster(results).to_dos()
     assert [(item.hosts, item.result.shown_as, len(item.all_seen)) for item in to_dos] == [
         (("a", "c"), "fail", 2),
@@ -465,15 +436,15 @@ def test_a_host_that_is_slow_with_everyone_stands_out(tmp_path: Path) -> None:
 
 
 def _fail_a_node(results: Path) -> None:
-    _put(results, "a", _result(Status.FAIL), _result(Status.UNKNOWN))
+    _put(results, "a", make_result(Status.FAIL), make_result(Status.UNKNOWN))
 
 
 def _warn_on_a_node(results: Path) -> None:
-    _put(results, "a", _result(Status.FAIL, Severity.WARNING))
+    _put(results, "a", make_result(Status.FAIL, Severity.WARNING))
 
 
 def _leave_a_node_unknown(results: Path) -> None:
-    _put(results, "a", _result(Status.UNKNOWN))
+    _put(results, "a", make_result(Status.UNKNOWN))
 
 
 def _disagree(results: Path) -> None:
@@ -531,7 +502,7 @@ def test_place_that_cannot_be_written(results: Path) -> None:
 
 
 def test_summary_names_node_check_and_remedy(results: Path) -> None:
-    _put(results, "b", _result(Status.FAIL))
+    _put(results, "b", make_result(Status.FAIL))
     assert load_cluster(results).headline == "2 of 3 nodes are fit; b is not: gpu.count: reseat it"
     done = CliRunner(env={"COLUMNS": "150"}).invoke(main, ["validation", "report", str(results)])
     assert "2 of 3 nodes are fit; b is not: gpu.count: reseat it." in done.stdout
@@ -560,7 +531,7 @@ _HOSTILE = "</script><script>alert(1)</script> | `x` <b> & [y](http://z) \u2028"
 
 
 def test_hostile_text_is_only_text(results: Path) -> None:
-    _put(results, "b", _result(Status.FAIL, seen=_HOSTILE, remedy=_HOSTILE))
+    _put(results, "b", make_result(Status.FAIL, seen=_HOSTILE, remedy=_HOSTILE))
     write_job(results, "j", "pair", ["a", "c"], status="fail", reason=_HOSTILE, log="jobs/j.log")
     (results / "jobs" / "j.log").write_text(_HOSTILE)
     cluster = load_cluster(results)

@@ -18,8 +18,7 @@ from hybrid_ep.validation.cluster import Cluster, load_cluster
 from hybrid_ep.validation.markdown import to_markdown
 from hybrid_ep.validation.page import to_html
 from hybrid_ep.validation.record import judge_output
-from tests.sim.cluster import write, write_inventory, write_job
-from tests.unit.test_validation import _report, _result
+from tests.sim.cluster import make_report, make_result, write, write_job, write_sound_results
 
 HOSTS = ["a", "b", "c", "d", "e"]
 CRASH = "ended with 139: worker: Segmentation fault (core dumped)"
@@ -28,11 +27,7 @@ CRASH = "ended with 139: worker: Segmentation fault (core dumped)"
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
     """Five hosts on which everything passed."""
-    write_inventory(tmp_path, HOSTS)
-    reports = [_report(host, _result(Status.PASS)) for host in HOSTS]
-    for report in reports:
-        write(tmp_path / "nodes" / f"{report.host}.json", report.to_json())
-    write(tmp_path / "compare.json", compare(reports).to_json())
+    write_sound_results(tmp_path, HOSTS)
     return tmp_path
 
 
@@ -215,7 +210,7 @@ def test_reason_names_every_cause_that_the_output_has() -> None:
 
 
 def test_finding_between_nodes_is_to_do(results: Path) -> None:
-    reports = [_report(host, _result(Status.PASS)) for host in HOSTS]
+    reports = [make_report(host, make_result(Status.PASS)) for host in HOSTS]
     reports[0].facts["driver"] = "570.1"
     write(results / "compare.json", compare(reports).to_json())
     cluster = load_cluster(results)
@@ -236,7 +231,7 @@ def test_new_run_forgets_jobs_of_the_last_but_not_cliques(results: Path) -> None
 
 
 def test_node_is_recorded_with_its_report_or_why_there_is_none(results: Path) -> None:
-    report = json.dumps(_report("b", _result(Status.FAIL)).to_json(), indent=2)
+    report = json.dumps(make_report("b", make_result(Status.FAIL)).to_json(), indent=2)
 
     def record(said: str) -> str:
         return CliRunner().invoke(main, ["validation", "record-node", str(results), "b"], input=said).output
