@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid_ep import env
+from hybrid_ep import Buffer, env
 from tests.battery.cases import Case
 from tests.battery.low_latency import (
     FORMATS,
@@ -23,7 +23,13 @@ from tests.battery.low_latency import (
 )
 from tests.battery.normal import equal, make_buffer, on
 
-__all__ = ["check_late_rank", "check_late_rank_comes_back", "check_masked", "check_masks_that_differ"]
+__all__ = [
+    "check_late_rank",
+    "check_late_rank_comes_back",
+    "check_left_out",
+    "check_masked",
+    "check_masks_that_differ",
+]
 
 
 def check_late_rank(device: str = "cpu") -> None:
@@ -213,3 +219,24 @@ def check_masks_that_differ(timeout_s: float, device: str = "cpu") -> None:
         if device == "cuda":
             torch.cuda.synchronize()
         dist.barrier()
+
+
+def check_left_out(buffer: Buffer, case: Case, victim: int) -> None:
+    """A dispatch and combine in which `victim` is masked: its rows do not come, its experts count as zero."""
+    rank = dist.get_rank()
+    inputs = case.inputs(rank)
+    num_local = case.num_experts // case.num_ranks
+    _, count, handle, _, _ = buffer.low_latency_dispatch(
+        inputs.x, inputs.topk_idx, case.max_tokens, case.num_experts, use_fp8=False
+    )
+    copies = [[c for c in rows if c.src_rank != victim] for rows in expert_copies(case, rank)]
+    assert count.tolist() == [len(rows) for rows in copies]
+    y = torch.zeros(num_local, case.max_tokens * case.num_ranks, case.hidden, dtype=torch.bfloat16)
+    for e, rows in enumerate(copies):
+        y[e, : len(rows)] = 1.0
+    out, _, _ = buffer.low_latency_combine(y, inputs.topk_idx, inputs.topk_weights, handle)
+    alive = inputs.topk_idx.div(num_local, rounding_mode="floor") != victim
+    expected = torch.zeros(inputs.topk_idx.shape[0])
+    for k in range(case.topk):
+        expected += torch.where(alive[:, k], inputs.topk_weights[:, k], 0.0)
+    equal(out, expected.to(torch.bfloat16).unsqueeze(1).expand_as(out), "combined_x without the masked rank")

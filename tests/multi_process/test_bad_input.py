@@ -19,12 +19,20 @@ from hybrid_ep import (
 )
 from hybrid_ep.core import kernels
 from hybrid_ep.core.quantize import cast_to_fp8, cast_to_nvfp4
-
-T, H, K, E = 6, 256, 2, 8
-BF16 = torch.bfloat16
-X, TOPK, WEIGHTS = torch.ones(T, H, dtype=BF16), torch.arange(T * K).view(T, K) % E, torch.rand(T, K)
-EXPERT_ROWS = torch.ones(E, 8, H, dtype=BF16)
-SIGNALS = torch.zeros(E, dtype=torch.int32)  # one for each expert
+from tests.multi_process.small_calls import (
+    BF16,
+    EXPERT_ROWS,
+    SIGNALS,
+    TOPK,
+    WEIGHTS,
+    E,
+    H,
+    T,
+    X,
+    handle_of,
+    layout_of,
+    low_latency_handle,
+)
 
 
 @pytest.fixture
@@ -37,11 +45,6 @@ def buffer() -> Iterator[Buffer]:
 def hybrid() -> Iterator[HybridEPBuffer]:
     with HybridEPBuffer(None, H, T, E) as made:
         yield made
-
-
-def layout_of(buffer: Buffer, topk: Tensor = TOPK, num_experts: int = E) -> dict[str, Tensor]:
-    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk, num_experts)
-    return {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
 
 
 Bad = Callable[[Buffer], Any]
@@ -312,14 +315,6 @@ NORMAL: dict[str, tuple[Bad, str]] = {
     "mask: query": (lambda b: b.low_latency_query_mask_buffer(torch.zeros(1)), "mask_status.dtype"),
     "num_sms": (lambda b: b.set_num_sms(0), "new_num_sms is 0"),
 }
-
-
-def handle_of(buffer: Buffer) -> Any:
-    return buffer.dispatch(X, **layout_of(buffer), topk_idx=TOPK, topk_weights=WEIGHTS)[4]
-
-
-def low_latency_handle(buffer: Buffer) -> Any:
-    return buffer.low_latency_dispatch(X, TOPK, 8, E, use_fp8=False)[2]
 
 
 @pytest.mark.parametrize("name", NORMAL)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybrid_ep import Buffer, BufferAllocator, ConfigError, ElasticBuffer, EventHandle, HybridEPBuffer
-from tests.multi_process.test_bad_input import (
+from tests.multi_process.small_calls import (
     EXPERT_ROWS,
     SIGNALS,
     TOPK,

@@ -16,6 +16,7 @@ from hybrid_ep import Buffer, TimeoutError, TransportError
 from hybrid_ep.testing.cluster import RankError, VirtualCluster
 from tests.battery import low_latency, normal
 from tests.battery.cases import Case
+from tests.battery.low_latency_masks import check_left_out
 
 TIMEOUT_S = 3.0
 CASE = Case("survivors", 4, 16)
@@ -83,29 +84,8 @@ def _low_latency_without(case: Case, victim: int) -> tuple[int | None, list[int]
             blamed = error.peer
         status = torch.zeros(case.num_ranks, dtype=torch.int32)
         buffer.low_latency_query_mask_buffer(status)
-        check_masked(buffer, case, victim)
+        check_left_out(buffer, case, victim)
     return blamed, status.tolist()
-
-
-def check_masked(buffer: Buffer, case: Case, victim: int) -> None:
-    """A dispatch and combine in which `victim` is masked: its rows do not come, its experts count as zero."""
-    rank = dist.get_rank()
-    inputs = case.inputs(rank)
-    num_local = case.num_experts // case.num_ranks
-    _, count, handle, _, _ = buffer.low_latency_dispatch(
-        inputs.x, inputs.topk_idx, case.max_tokens, case.num_experts, use_fp8=False
-    )
-    copies = [[c for c in rows if c.src_rank != victim] for rows in low_latency.expert_copies(case, rank)]
-    assert count.tolist() == [len(rows) for rows in copies]
-    y = torch.zeros(num_local, case.max_tokens * case.num_ranks, case.hidden, dtype=torch.bfloat16)
-    for e, rows in enumerate(copies):
-        y[e, : len(rows)] = 1.0
-    out, _, _ = buffer.low_latency_combine(y, inputs.topk_idx, inputs.topk_weights, handle)
-    alive = inputs.topk_idx.div(num_local, rounding_mode="floor") != victim
-    expected = torch.zeros(inputs.topk_idx.shape[0])
-    for k in range(case.topk):
-        expected += torch.where(alive[:, k], inputs.topk_weights[:, k], 0.0)
-    normal.equal(out, expected.to(torch.bfloat16).unsqueeze(1).expand_as(out), "combined_x without the masked rank")
 
 
 def test_a_dead_rank_is_masked_and_the_others_go_on(cluster: VirtualCluster) -> None:
@@ -170,7 +150,7 @@ def _mask_by_hand(case: Case, victim: int) -> list[int]:
     with Buffer(low_latency_mode=True, enable_shrink=True) as buffer:
         if rank != victim:
             buffer.low_latency_update_mask_buffer(victim, True)
-            check_masked(buffer, case, victim)
+            check_left_out(buffer, case, victim)
         buffer.low_latency_clean_mask_buffer()
         buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.num_experts)
         status = torch.ones(case.num_ranks, dtype=torch.int32)

@@ -28,7 +28,7 @@ from hybrid_ep.nn import MoELayer
 from hybrid_ep.testing.cluster import VirtualCluster
 from tests.battery import normal
 from tests.battery.cases import Case
-from tests.multi_process.test_failures import check_masked
+from tests.battery.low_latency_masks import check_left_out
 
 TIMEOUT_S = 5.0
 CASE = Case("life", 2, 8)
@@ -248,7 +248,7 @@ def _go_on_without(case: Case, victim: int, how: str) -> tuple[int | None, list[
         else:
             buffer.low_latency_query_mask_buffer(status)
             for _ in range(3):
-                check_masked(buffer, case, victim)
+                check_left_out(buffer, case, victim)
             again = lost
         if how == "comes back":
             _meet_all(buffer, case)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybrid_ep import Buffer, ConfigError, ElasticBuffer, HybridEPBuffer
-from tests.multi_process.test_bad_input import TOPK, WEIGHTS, E, H, K, T, X, layout_of
+from tests.multi_process.small_calls import TOPK, WEIGHTS, E, H, K, T, X, layout_of
 
 MAP, PROBS = torch.zeros(T, E, dtype=torch.bool).scatter_(1, TOPK, True), torch.rand(T, E)
 

@@ -10,7 +10,7 @@ import torch
 
 from hybrid_ep import Buffer, ConfigError, HybridEPError, OverflowError
 from tests.conftest import RunRanks
-from tests.multi_process.test_bad_input import BF16, TOPK, E, H, K, T, X, handle_of, layout_of
+from tests.multi_process.small_calls import BF16, TOPK, E, H, K, T, X, handle_of, layout_of
 
 
 def _on_two_ranks() -> list[str]:
