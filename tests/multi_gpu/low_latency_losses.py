@@ -49,6 +49,13 @@ def _masks_of(lost: int) -> list[int]:
     return [int(r == lost) for r in range(dist.get_world_size())]
 
 
+def _begin(buffer: hybrid_ep.Buffer) -> None:
+    """A first round trip, which has ended at all ranks."""
+    round_trip(buffer, draw(0))
+    torch.cuda.synchronize()
+    dist.barrier()
+
+
 def check_masks_of_old_graphs() -> None:
     """A graph goes on with the memory that it was captured with; masks and cleanings reach it there."""
     rank, lost, sent = dist.get_rank(), dist.get_world_size() - 1, draw(0)
@@ -82,12 +89,10 @@ def check_masks_of_old_graphs() -> None:
 
 
 def check_given_up_on_the_device(timeout_s: float) -> None:
-    """What kernels have masked and no call has told the host, as in replays, is found by asking for the masks."""
+    """Kernels mask a lost rank in a replay, which raises nothing. The next query returns the mask."""
     rank, lost = dist.get_rank(), dist.get_world_size() - 1
     with make_buffer(enable_shrink=True, timeout_s=timeout_s) as buffer:
-        round_trip(buffer, draw(0))
-        torch.cuda.synchronize()
-        dist.barrier()
+        _begin(buffer)
         if rank != lost:
             with _untold(buffer):
                 pair(buffer, draw(0))
@@ -99,12 +104,10 @@ def check_given_up_on_the_device(timeout_s: float) -> None:
 
 
 def check_pending_loss(timeout_s: float) -> None:
-    """Who asks for what is pending, and is told of a lost rank, goes on without it."""
+    """`raise_pending` raises the loss of a rank, and the buffer goes on without that rank."""
     rank, lost = dist.get_rank(), dist.get_world_size() - 1
     with make_buffer(enable_shrink=True, timeout_s=timeout_s) as buffer:
-        round_trip(buffer, draw(0))
-        torch.cuda.synchronize()
-        dist.barrier()
+        _begin(buffer)
         if rank != lost:
             with _untold(buffer):
                 pair(buffer, draw(0))
@@ -116,12 +119,10 @@ def check_pending_loss(timeout_s: float) -> None:
 
 
 def check_told_at_close(timeout_s: float) -> None:
-    """What kernels have found wrong and nobody knows is told when the buffer is closed, by its own name."""
+    """`close` raises the loss of a rank that no call has raised, and names the rank."""
     rank, lost = dist.get_rank(), dist.get_world_size() - 1
     buffer = make_buffer(timeout_s=timeout_s)
-    round_trip(buffer, draw(0))
-    torch.cuda.synchronize()
-    dist.barrier()
+    _begin(buffer)
     if rank != lost:
         with _untold(buffer):
             pair(buffer, draw(0))
@@ -133,12 +134,10 @@ def check_told_at_close(timeout_s: float) -> None:
 
 
 def check_named_at_close(timeout_s: float) -> None:
-    """Calls that wait behind the one that has lost a rank lose it too; `close` does not raise that again."""
+    """Calls that are queued behind the one that lost a rank lose it, too. `close` does not raise that again."""
     rank, lost = dist.get_rank(), dist.get_world_size() - 1
     buffer = make_buffer(timeout_s=timeout_s)
-    round_trip(buffer, draw(0))
-    torch.cuda.synchronize()
-    dist.barrier()
+    _begin(buffer)
     if rank != lost:
         with pytest.raises(hybrid_ep.TimeoutError) as told:  # noqa: PT012
             pair(buffer, draw(0))
@@ -152,12 +151,10 @@ def check_named_at_close(timeout_s: float) -> None:
 
 
 def check_told_once(timeout_s: float) -> None:
-    """A rank that was late and given up joins again; what kernels have told of it again is not raised then."""
+    """A late rank that was given up takes part again. Older reports of its loss are not raised then."""
     rank, late = dist.get_rank(), dist.get_world_size() - 1
     with make_buffer(enable_shrink=True, timeout_s=timeout_s) as buffer:
-        round_trip(buffer, draw(0))
-        torch.cuda.synchronize()
-        dist.barrier()
+        _begin(buffer)
         if rank != late:
             with pytest.raises(hybrid_ep.TimeoutError):  # noqa: PT012
                 pair(buffer, draw(0))

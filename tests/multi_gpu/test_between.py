@@ -15,8 +15,7 @@ from tests.battery.cases import Case
 from tests.emulation.domains import check_in_domains, check_rate
 from tests.multi_gpu import behaviour
 from tests.multi_gpu.beside_torch import check_beside_torch
-from tests.multi_gpu.transports import TRANSPORTS, check_by_puts, needs_nvshmem
-from tests.rank_pool import RankPool
+from tests.multi_gpu.transports import TRANSPORTS, RunRanks, check_by_puts, needs_nvshmem, ranks_over, variables_of
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="no GPU is visible")]
@@ -47,24 +46,11 @@ CHECKS = [
     normal.check_nvfp4,
 ]
 
-RunRanks = Callable[..., object]
-
-
-def _variables(transport: str) -> dict[str, str]:
-    return {
-        "HYBRID_EP_ENGINE": "cuda",
-        "HYBRID_EP_TIMEOUT_S": "30",
-        "HYBRID_EP_TRANSPORT": transport,
-        "HYBRID_EP_TCP_ADDRESS": "127.0.0.1",
-    }
-
 
 @pytest.fixture(scope="module", params=TRANSPORTS)
 def run_ranks(request: pytest.FixtureRequest) -> Iterator[RunRanks]:
-    """Returns `run(num_ranks, function, *args)` on ranks that share the GPUs, with the cuda engine forced."""
-    pool = RankPool(device="cuda", variables=_variables(request.param), one_at_a_time=True, ranks_share_gpus=True)
-    yield pool.run
-    pool.close()
+    with ranks_over(request.param) as run:
+        yield run
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -120,7 +106,7 @@ def test_replays(run_ranks: RunRanks) -> None:
 
 
 def test_a_link_with_the_rate_of_a_nic() -> None:
-    with VirtualCluster(2, device="cuda", variables=_variables("loopback"), ranks_share_gpus=NUM_GPUS < 2) as cluster:
+    with VirtualCluster(2, device="cuda", variables=variables_of("loopback"), ranks_share_gpus=NUM_GPUS < 2) as cluster:
         cluster.run(check_rate, CASES[1], 0.01, limit_s=60)
 
 
@@ -128,7 +114,7 @@ def test_a_link_with_the_rate_of_a_nic() -> None:
 def test_killed_rank(transport: str) -> None:
     """The peer is killed; the survivor names it within its time."""
     timeout_s = 4.0
-    variables = _variables(transport) | {"HYBRID_EP_NUM_RANKS_PER_DOMAIN": "1"}
+    variables = variables_of(transport) | {"HYBRID_EP_NUM_RANKS_PER_DOMAIN": "1"}
     with VirtualCluster(2, device="cuda", variables=variables, ranks_share_gpus=NUM_GPUS < 2) as cluster:
         cluster.run(behaviour.make_shared_buffer, timeout_s, limit_s=60)
         os.kill(cluster.process_id(1), signal.SIGKILL)
@@ -140,7 +126,7 @@ def test_killed_rank(transport: str) -> None:
 def test_puts_of_nvshmem(check: Callable[..., None]) -> None:
     """The kernels of `_nvshmem`, as to peers that are not mapped. On one host the calling thread copies: few rows."""
     case = Case("puts", 2, 40, num_ranks_per_domain=1)
-    with VirtualCluster(2, device="cuda", variables=_variables("nvshmem"), ranks_share_gpus=NUM_GPUS < 2) as cluster:
+    with VirtualCluster(2, device="cuda", variables=variables_of("nvshmem"), ranks_share_gpus=NUM_GPUS < 2) as cluster:
         cluster.run(check_by_puts, check, case, "cuda", limit_s=120)
 
 
@@ -151,6 +137,6 @@ def test_puts_of_nvshmem(check: Callable[..., None]) -> None:
 )
 @pytest.mark.parametrize("torch_first", [True, False])
 def test_beside_torch(torch_first: bool) -> None:
-    variables = _variables("nvshmem") | {"HYBRID_EP_NUM_RANKS_PER_DOMAIN": "1"}
+    variables = variables_of("nvshmem") | {"HYBRID_EP_NUM_RANKS_PER_DOMAIN": "1"}
     with VirtualCluster(2, device="cuda", variables=variables, ranks_share_gpus=NUM_GPUS < 2) as cluster:
         cluster.run(check_beside_torch, torch_first, limit_s=120)

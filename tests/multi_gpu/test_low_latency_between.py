@@ -14,8 +14,7 @@ from tests.battery.cases import Case
 from tests.battery.low_latency import FORMATS
 from tests.emulation.domains import check_by_kernels, check_in_domains
 from tests.multi_gpu import lost_ranks, low_latency_losses
-from tests.multi_gpu.transports import TRANSPORTS
-from tests.rank_pool import RankPool
+from tests.multi_gpu.transports import TRANSPORTS, RunRanks, ranks_over, variables_of
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="no GPU is visible")]
@@ -33,25 +32,11 @@ CASES = [  # ranks are started anew where their number changes
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 NUM_REPLAYS = 1000 if NUM_GPUS > 1 else 100  # ranks of one GPU take turns of milliseconds
 
-RunRanks = Callable[..., object]
-
-
-def _variables(transport: str) -> dict[str, str]:
-    return {
-        "HYBRID_EP_ENGINE": "cuda",
-        "HYBRID_EP_TIMEOUT_S": "30",
-        "HYBRID_EP_TRANSPORT": transport,
-        "HYBRID_EP_TCP_ADDRESS": "127.0.0.1",
-        "HYBRID_EP_LOW_LATENCY_BETWEEN": "cuda",
-    }
-
 
 @pytest.fixture(scope="module", params=TRANSPORTS)
 def run_ranks(request: pytest.FixtureRequest) -> Iterator[RunRanks]:
-    """Returns `run(num_ranks, function, *args)` on ranks that share the GPUs, with the kernels forced."""
-    pool = RankPool(device="cuda", variables=_variables(request.param), one_at_a_time=True, ranks_share_gpus=True)
-    yield pool.run
-    pool.close()
+    with ranks_over(request.param) as run:
+        yield run
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
@@ -136,7 +121,7 @@ def test_masks_that_differ_for_a_call(run_ranks: RunRanks) -> None:
 
 def _without_the_last(transport: str, function: Callable[..., object], *args: object) -> list[object]:
     """Runs a function in which the last rank of 2 × 2 dies; what the others return."""
-    variables = _variables(transport) | {"HYBRID_EP_NUM_RANKS_PER_DOMAIN": "2"}
+    variables = variables_of(transport) | {"HYBRID_EP_NUM_RANKS_PER_DOMAIN": "2"}
     with VirtualCluster(4, device="cuda", ranks_share_gpus=NUM_GPUS < 4, variables=variables) as cluster:
         cluster.start(function, *args)
         with pytest.raises(RankError):
@@ -167,7 +152,7 @@ def test_a_rank_is_killed_after_a_step(transport: str, step: str) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_killed_rank(transport: str) -> None:
     """The peer is killed between two calls; the survivor names it within its time."""
-    variables = _variables(transport) | {"HYBRID_EP_NUM_RANKS_PER_DOMAIN": "1"}
+    variables = variables_of(transport) | {"HYBRID_EP_NUM_RANKS_PER_DOMAIN": "1"}
     with VirtualCluster(2, device="cuda", ranks_share_gpus=NUM_GPUS < 2, variables=variables) as cluster:
         cluster.run(low_latency_losses.make_shared_buffer, 4.0, limit_s=60)
         os.kill(cluster.process_id(1), signal.SIGKILL)
