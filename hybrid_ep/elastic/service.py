@@ -1,7 +1,7 @@
 """`recover` and `join`: a new group, buffer and placement over those who are there.
 
 Each step ends with a rendezvous in the store, under a generation number. A rendezvous has one outcome, which all ranks
-read. So ranks never go on in two groups, and no answer of a lost rank is needed.
+read. So ranks never go on in two groups, and no answer of a lost rank is needed. attempt.py makes one attempt.
 
     survivors ─ rendezvous ─► who is left ─┬─► group and buffer ─ rendezvous ─► load experts ─ rendezvous ─► go on
     newcomers ─ wait ─► are let in ────────┘     ▲                    │
@@ -10,82 +10,42 @@ read. So ranks never go on in two groups, and no answer of a lost rank is needed
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Collection
+from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from hybrid_ep.balance.placement import ExpertPlacement
 from hybrid_ep.buffers.base import BaseBuffer
-from hybrid_ep.buffers.hybrid import HybridEPBuffer
-from hybrid_ep.buffers.normal import Buffer
 from hybrid_ep.core.board import Board, StoreLostError, rendezvous
 from hybrid_ep.core.checks import require, require_int, require_seconds
 from hybrid_ep.core.host import host_name
-from hybrid_ep.elastic.group import Lineage, abandon, board_of, follow, lineage_of, make_group, root_board
-from hybrid_ep.elastic.succession import Roster, arrange, succeed
-from hybrid_ep.errors import ConfigError, HybridEPError, TimeoutError, TransportError
+from hybrid_ep.elastic.attempt import (
+    KINDS,
+    MARGIN_S,
+    Attempt,
+    LeftOutError,
+    LoadExpert,
+    Recovered,
+    Round,
+    close,
+    left_out,
+)
+from hybrid_ep.elastic.group import Lineage, abandon, board_of, lineage_of, root_board
+from hybrid_ep.errors import ConfigError, TimeoutError, TransportError
 
-__all__ = ["LoadExpert", "Recovered", "Report", "join", "recover", "waiting"]
+__all__ = ["join", "recover", "waiting"]
 
-LoadExpert = Callable[[int, int], Any]
 B = TypeVar("B", bound=BaseBuffer)
-M = TypeVar("M")
-_KINDS: dict[str, type[BaseBuffer]] = {"Buffer": Buffer, "HybridEPBuffer": HybridEPBuffer}
 _MIN_TIMEOUT_S = 1.0  # processes do not come at the same millisecond
 _GRACE_S = 0.3  # for a rank that others take for lost: it may be alive
-_MARGIN_S = 2.0  # ranks do not begin a step at the same millisecond, nor keep to its limit to the millisecond
-_CONFIRM_S = 1.0  # for a newcomer to confirm that it is still there
 _POLL_S = 0.05
 _WHERE = "recover"
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a recovery has done.
-
-    Attributes:
-        generation: number of the group in the life of the job. It rises; failed attempts have numbers, too.
-        ranks: for each rank of the new group, its rank in the group before, or None for a newcomer.
-        lost: ranks of the group before that are not in this one.
-        unserved: (layer, expert) that no rank holds.
-        failed: (layer, expert) → why it could not be loaded.
-        loaded: (layer, slot of this rank) → what `load_expert` has returned.
-        kept: ``[layers, P/R]`` int64 on the CPU: the old slot of this rank whose weights each slot takes, −1 where they
-            are in `loaded`.
-        seconds: that the call took on this rank.
-    """
-
-    generation: int
-    ranks: tuple[int | None, ...]
-    lost: tuple[int, ...]
-    unserved: tuple[tuple[int, int], ...]
-    failed: dict[tuple[int, int], str]
-    loaded: dict[tuple[int, int], Any]
-    kept: Tensor
-    seconds: float
-
-
-class Recovered(NamedTuple, Generic[B]):
-    """What a job goes on with.
-
-    Attributes:
-        buffer: on the new group, which is `buffer.group`.
-        placement: over its ranks.
-        report: what has been done.
-    """
-
-    buffer: B
-    placement: ExpertPlacement
-    report: Report
 
 
 def recover(
@@ -134,7 +94,7 @@ def recover(
         TransportError: the store is lost, the others have gone on without this rank, or no group could be connected.
     """
     begin = time.monotonic()
-    require(isinstance(buffer, BaseBuffer), "buffer", type(buffer).__name__, " or ".join(_KINDS))
+    require(isinstance(buffer, BaseBuffer), "buffer", type(buffer).__name__, " or ".join(KINDS))
     group, rank = buffer.group, buffer.rank
     if group is None or buffer.group_size == 1:
         raise ConfigError("the buffer has 1 rank; allowed: ≥ 2, so that one may be lost")
@@ -142,11 +102,11 @@ def recover(
     found, wanted = placement.num_ranks, buffer.group_size
     require(found == wanted, "ranks of placement", found, f"{wanted}, as of the buffer")
     require(load_expert is None or callable(load_expert), "load_expert", load_expert, "a function or None")
-    kinds = [name for name, kind in _KINDS.items() if type(buffer) is kind]
-    require(bool(kinds), "class of the buffer", type(buffer).__name__, " or ".join(_KINDS))
+    kinds = [name for name, kind in KINDS.items() if type(buffer) is kind]
+    require(bool(kinds), "class of the buffer", type(buffer).__name__, " or ".join(KINDS))
     lineage = lineage_of(group, buffer.number)
     if lineage.is_left_out:
-        raise _left_out(rank, None)
+        raise left_out(rank, None)
     timeout_s = buffer.timeout_s if timeout_s is None else require_seconds("timeout_s", timeout_s)
     require_seconds("load_timeout_s", load_timeout_s)
     if num_ranks_per_domain is not None:
@@ -169,14 +129,14 @@ def recover(
         "load_timeout_s": load_timeout_s,
     }
     ranks, gone = set(range(buffer.group_size)), {*lost, *buffer.lost, *placement.lost_ranks} - {rank}
-    _close(buffer)  # its errors are those that made the caller recover
+    close(buffer)  # its errors are those that made the caller recover
     loaded: dict[tuple[int, int], Any] = {}
     problem = ""
     try:
         for _ in range(buffer.group_size + 1):
             lineage.generation += 1
             round_ = _meet_survivors(lineage, rank, terms, load_expert is not None, ranks, gone)
-            attempt = _Attempt(lineage, round_, rank, group)
+            attempt = Attempt(lineage, round_, rank, group)
             made = attempt.run(load_expert, loaded, begin)
             if isinstance(made, Recovered):
                 abandon(group)
@@ -227,10 +187,10 @@ def join(store: Store, load_expert: LoadExpert, *, job: str = "world", timeout_s
                     raise TimeoutError("join", rank, None, "no rank has admitted it", timeout_s=timeout_s)
                 time.sleep(_POLL_S)
             lineage.generation, lineage.origin, *fields = json.loads(note)
-            attempt = _Attempt(lineage, _Round(*fields), -ticket, None)
+            attempt = Attempt(lineage, Round(*fields), -ticket, None)
             try:
                 made = attempt.run(load_expert, loaded, begin)
-            except _LeftOutError:
+            except LeftOutError:
                 continue
             if isinstance(made, Recovered):
                 return made
@@ -248,7 +208,7 @@ def waiting(buffer: BaseBuffer) -> int:
         ConfigError: `buffer` is no buffer.
         TransportError: the store is lost.
     """
-    require(isinstance(buffer, BaseBuffer), "buffer", type(buffer).__name__, " or ".join(_KINDS))
+    require(isinstance(buffer, BaseBuffer), "buffer", type(buffer).__name__, " or ".join(KINDS))
     if buffer.group is None:
         return 0
     try:
@@ -257,47 +217,6 @@ def waiting(buffer: BaseBuffer) -> int:
         raise TransportError(
             "waiting", buffer.rank, None, f"the store of the process group is lost ({error})"
         ) from error
-
-
-class _LeftOutError(TransportError):
-    """The others have gone on without this rank."""
-
-
-class _Round(NamedTuple):
-    """What every participant of an attempt knows; JSON can hold it.
-
-    Attributes:
-        terms: what the survivors agree on.
-        survivors: their ranks in the group before.
-        tickets: of the newcomers.
-        hosts, can_load: of the survivors, then of the newcomers.
-    """
-
-    terms: dict[str, Any]
-    survivors: list[int]
-    tickets: list[int]
-    hosts: list[str]
-    can_load: list[bool]
-
-    @property
-    def ids(self) -> list[int]:
-        """Ids of all participants: the ranks of survivors, and the negated tickets of newcomers."""
-        return [*self.survivors, *(-ticket for ticket in self.tickets)]
-
-    def only(self, ids: Collection[int]) -> _Round:
-        """Returns the round with only these participants."""
-        kept = [i for i, one in enumerate(self.ids) if one in ids]
-        return _Round(
-            self.terms,
-            [rank for rank in self.survivors if rank in ids],
-            [ticket for ticket in self.tickets if -ticket in ids],
-            [self.hosts[i] for i in kept],
-            [self.can_load[i] for i in kept],
-        )
-
-
-def _left_out(rank: int, peer: int | None) -> TransportError:
-    return _LeftOutError(_WHERE, rank, peer, "the other ranks went on without this one, which was late; allowed: join")
 
 
 def _newcomers(board: Board) -> dict[int, str]:
@@ -309,7 +228,7 @@ def _newcomers(board: Board) -> dict[int, str]:
 
 def _meet_survivors(
     lineage: Lineage, rank: int, terms: dict[str, Any], can_load: bool, ranks: set[int], gone: set[int]
-) -> _Round:
+) -> Round:
     """Agrees with the other survivors on who is left, and lets in who waits.
 
     Raises:
@@ -325,13 +244,13 @@ def _meet_survivors(
         ranks,
         text,
         # Another survivor may have begun to wait for this one only when this one came here.
-        timeout_s=terms["timeout_s"] + _MARGIN_S,
+        timeout_s=terms["timeout_s"] + MARGIN_S,
         lost=gone,
         grace_s=_GRACE_S,
     )
     if rank not in joined.members:
         lineage.is_left_out = True
-        raise _left_out(rank, min(joined.members))
+        raise left_out(rank, min(joined.members))
     told = [json.loads(joined.texts[member]) for member in joined.members]
     for member, (theirs, *_) in zip(joined.members, told, strict=True):
         for name, digest in told[0][0].items():
@@ -341,229 +260,8 @@ def _meet_survivors(
     newcomers = {int(ticket): host for one in told for ticket, host in one[3].items()}
     tickets = sorted(newcomers)
     hosts = [*(one[1] for one in told), *(newcomers[ticket] for ticket in tickets)]
-    round_ = _Round(terms, joined.members, tickets, hosts, [*(one[2] for one in told), *[True] * len(tickets)])
+    round_ = Round(terms, joined.members, tickets, hosts, [*(one[2] for one in told), *[True] * len(tickets)])
     for ticket in tickets:
         board.write(f"admission {ticket}", json.dumps([lineage.generation, lineage.origin, *round_]))
         board.write(f"newcomer {ticket}", "")
     return round_
-
-
-class _Attempt:
-    """One attempt to make group, buffer and placement, as one participant makes it.
-
-    Args:
-        lineage: of the group.
-        round_: the participants.
-        me: id of this participant.
-        parent: the group that this participant was in before; None for a newcomer.
-
-    Attributes:
-        problem: which new rank was the first that could not make group or buffer, and why; "" if every rank that came
-            could. The same at all participants.
-    """
-
-    problem = ""
-
-    def __init__(self, lineage: Lineage, round_: _Round, me: int, parent: dist.ProcessGroup | None) -> None:
-        self._lineage, self._round, self._me, self._parent = lineage, round_, me, parent
-        self._board = lineage.board.at(lineage.attempt)
-        self._terms = round_.terms
-        self._number = max(me, 0)  # for errors
-        self._placement = ExpertPlacement.from_json(self._terms["placement"])
-
-    def run(
-        self, load_expert: LoadExpert | None, loaded: dict[tuple[int, int], Any], begin: float
-    ) -> Recovered[Any] | set[int]:
-        """Makes group, buffer and placement; if that failed, returns the survivors that were lost meanwhile.
-
-        Args:
-            load_expert: as for `recover`.
-            loaded: (layer, expert) → what it has returned so far; is added to.
-            begin: when the call began.
-        """
-        if self._round.tickets:
-            newcomers = [-ticket for ticket in self._round.tickets]  # a process may have ended while it waited
-            timeout_s = self._terms["timeout_s"]
-            came, _ = self._rendezvous("newcomers", self._me, self._round.ids, "", timeout_s, newcomers)
-            self._round = self._round.only(came)
-        round_ = self._round
-        roster = arrange(
-            round_.survivors,
-            self._terms["old_num_ranks_per_domain"],
-            round_.hosts,
-            self._terms["num_ranks_per_domain"],
-        )
-        # The id of each new rank.
-        ids = [rank if rank >= 0 else -round_.tickets[-1 - rank] for rank in roster.ranks]
-        rank = ids.index(self._me)
-        made = self._connect(roster, ids, rank)
-        if isinstance(made, set):
-            return made
-        group, buffer = made
-        try:
-            done = self._load(roster, ids, rank, load_expert, loaded)
-        except BaseException:
-            _drop(group, buffer)
-            raise
-        if isinstance(done, set):
-            _drop(group, buffer)
-            return done
-        placement, kept, slots, failed = done
-        report = Report(
-            generation=self._lineage.generation,
-            ranks=tuple(one if one >= 0 else None for one in ids),
-            lost=tuple(sorted(set(range(self._placement.num_ranks)) - set(ids))),
-            unserved=tuple((layer, expert) for layer, experts in enumerate(placement.unserved) for expert in experts),
-            failed=failed,
-            loaded={(layer, slot): loaded[layer, expert] for layer, slot, expert in slots},
-            kept=kept,
-            seconds=time.monotonic() - begin,
-        )
-        return Recovered(buffer, placement, report)
-
-    def _rendezvous(
-        self, what: str, me: int, ids: Collection[int], text: str, timeout_s: float, lost: Collection[int] = ()
-    ) -> tuple[list[int], dict[int, str]]:
-        """Waits for the others of this attempt; returns who came, and their texts.
-
-        Raises:
-            TransportError: they did not wait for this one.
-        """
-        joined = rendezvous(self._board.at(what), me, ids, text, timeout_s=timeout_s, lost=lost, grace_s=_CONFIRM_S)
-        if me not in joined.members:
-            self._lineage.is_left_out = True
-            raise _left_out(self._number, None)
-        return joined.members, joined.texts
-
-    def _connect(self, roster: Roster, ids: list[int], rank: int) -> tuple[dist.ProcessGroup, BaseBuffer] | set[int]:
-        """Makes group and buffer. If a rank could not, returns the ranks that did not confirm success."""
-        name = f"hybrid_ep.elastic/{self._lineage.board.name}/{self._lineage.origin}{self._lineage.generation}"
-
-        def connect() -> dist.ProcessGroup:
-            return make_group(
-                self._board.at("group"),
-                name,
-                [one if one >= 0 else None for one in roster.ranks],
-                rank,
-                parent=self._parent,
-                backend=self._terms["backend"],
-                timeout_s=self._terms["timeout_s"],
-            )
-
-        begin, limit_s = time.monotonic(), self._terms["timeout_s"]
-        group = self._make("connected", connect, abandon, lambda: limit_s + begin - time.monotonic(), ids, rank)
-        if isinstance(group, set):
-            return group
-        origin = hashlib.sha256(name.encode()).hexdigest()[:16] + "-"
-        follow(group, Lineage(self._lineage.board, origin, self._lineage.generation))
-        kind, options = _KINDS[self._terms["kind"]], dict(self._terms["options"])
-        buffer = self._make(
-            "made",
-            lambda: kind.over(group, roster.num_ranks_per_domain, options),
-            _close,
-            lambda: self._terms["buffer_timeout_s"],
-            ids,
-            rank,
-        )
-        if isinstance(buffer, set):
-            abandon(group)
-            return buffer
-        return group, buffer
-
-    def _make(
-        self,
-        what: str,
-        make: Callable[[], M],
-        drop: Callable[[M], object],
-        timeout_s: Callable[[], float],
-        ids: list[int],
-        rank: int,
-    ) -> M | set[int]:
-        """Makes something, and agrees with the others whether all could. If one could not, returns the survivors that
-        did not come to the rendezvous after it.
-
-        Args:
-            what: the step's name.
-            make: collective.
-            drop: gives up what this rank has made.
-            timeout_s: for how long another rank may go on making it, once this one has succeeded or failed.
-            ids: of the new ranks.
-            rank: this one's.
-        """
-        made: M | None = None
-        problem, begin = "", time.monotonic()
-        try:
-            made = make()
-        except (RuntimeError, HybridEPError) as error:
-            problem = json.dumps([time.monotonic() - begin, str(error)])
-        # The rank that `error` names need not be lost: it may fail later, and then come to this rendezvous.
-        came, texts = self._rendezvous(what, rank, range(len(ids)), problem, timeout_s() + _MARGIN_S)
-        if len(came) == len(ids) and not any(texts.values()):
-            assert made is not None
-            return made
-        if made is not None:
-            drop(made)
-        # The others may have failed because the first did.
-        problems = [(*json.loads(texts[r]), r) for r in came if texts[r]]
-        self.problem = "rank {2} of the new group: {1}".format(*min(problems)) if problems else ""
-        return {ids[r] for r in range(len(ids)) if r not in came and ids[r] >= 0}
-
-    def _load(
-        self,
-        roster: Roster,
-        ids: list[int],
-        rank: int,
-        load_expert: LoadExpert | None,
-        loaded: dict[tuple[int, int], Any],
-    ) -> tuple[ExpertPlacement, Tensor, list[tuple[int, int, int]], dict[tuple[int, int], str]] | set[int]:
-        """Loads experts until all that were planned are there; returns who did not come where one did not.
-
-        Otherwise the placement, the old slots that are kept, the (layer, slot, expert) that this rank has loaded, and
-        what failed anywhere.
-        """
-        can_load = [self._round.can_load[self._round.ids.index(one)] for one in ids]
-        weight = None if self._terms["weight"] is None else torch.tensor(self._terms["weight"], dtype=torch.float64)
-        failed: dict[tuple[int, int], str] = {}
-        num_rounds = 0
-        while True:
-            plan = succeed(
-                self._placement,
-                roster,
-                can_load,
-                weight=weight,
-                max_slots=self._terms["max_slots"],
-                refused=failed,
-            )
-            mine = [load for load in plan.loads if load.rank == rank]
-            if not plan.loads:
-                return plan.placement, plan.kept[rank], [], failed
-            problems = []
-            for load in mine:
-                if (load.layer, load.expert) in loaded:
-                    continue
-                assert load_expert is not None
-                try:
-                    loaded[load.layer, load.expert] = load_expert(load.layer, load.expert)
-                except Exception as error:  # a job goes on without an expert
-                    problems.append([load.layer, load.expert, f"rank {rank}: {type(error).__name__}: {error}"])
-            num_rounds += 1
-            what, text = f"loads {num_rounds}", json.dumps(problems)
-            came, texts = self._rendezvous(what, rank, range(len(ids)), text, self._terms["load_timeout_s"])
-            if len(came) < len(ids):
-                return {ids[r] for r in range(len(ids)) if r not in came and ids[r] >= 0}
-            found = {(layer, expert): why for r in came for layer, expert, why in json.loads(texts[r])}
-            if not found:
-                slots = [(load.layer, load.slot, load.expert) for load in mine]
-                return plan.placement, plan.kept[rank], slots, failed
-            failed |= found
-
-
-def _drop(group: dist.ProcessGroup, buffer: BaseBuffer) -> None:
-    """Gives up what was made for an attempt."""
-    _close(buffer)
-    abandon(group)
-
-
-def _close(buffer: BaseBuffer) -> None:
-    with contextlib.suppress(HybridEPError):
-        buffer.close()
