@@ -4,7 +4,7 @@ A dispatch sends each token once to each remote domain that needs it. The peer t
 the same way back (docs/internals/between_domains.md). Each is one launch on the current stream. A small launch before a
 dispatch numbers the tokens for each destination. Permuted calls are a dispatch and a permutation by torch. Low-latency
 calls have kernels of their own (cuda_low_latency_between.py), unless HYBRID_EP_LOW_LATENCY_BETWEEN asks for the torch
-engine.
+engine. Combines are in cuda_between_combine.py.
 
 A call with a bound never waits for the device. A call without one waits for the host counts. If a slot of any rank is
 too small, every rank reads that from the same counts. All grow their slots and start again.
@@ -40,16 +40,15 @@ from hybrid_ep.engine.calls import (
     Rows,
     state_of,
 )
+from hybrid_ep.engine.cuda_between_combine import combine
 from hybrid_ep.engine.cuda_between_faults import BetweenFaults
 from hybrid_ep.engine.cuda_between_route import BetweenRoute, RouteSizes
-from hybrid_ep.engine.cuda_compare import compare_calls
 from hybrid_ep.engine.cuda_faults import dispatch_number
 from hybrid_ep.engine.cuda_low_latency_between import LowLatencyBetween, OpenedLink
 from hybrid_ep.engine.cuda_order import LaunchOrder
 from hybrid_ep.engine.cuda_plan import (
     CombineShape,
     DispatchShape,
-    combine_shape_of,
     plan_combine,
     plan_dispatch_between,
     scale_kind,
@@ -57,7 +56,7 @@ from hybrid_ep.engine.cuda_plan import (
     shape_of,
 )
 from hybrid_ep.engine.cuda_refuse import refuse_between
-from hybrid_ep.engine.cuda_route import HostCounts, RouteMemory, address, aligned, aligned_rows
+from hybrid_ep.engine.cuda_route import HostCounts, RouteMemory, address, aligned_rows
 from hybrid_ep.engine.losses import Losses
 from hybrid_ep.engine.refusals import Refusals
 from hybrid_ep.engine.roll_call import RollCall, roll_call_among
@@ -93,7 +92,7 @@ class CudaBetween(TorchEngine):
         group: the ranks of all domains.
         grid: their geometry; two domains or more.
         timeout_s: how long a kernel waits for a rank.
-        number: of the buffer on its group.
+        number: number of the buffer on its group, equal at all ranks.
 
     Raises:
         ConfigError: more domains, or ranks of a domain, than the kernels take.
@@ -143,10 +142,10 @@ class CudaBetween(TorchEngine):
         blame = Blame(Board.of(group).at(f"buffer {number}/calls"), grid.rank, timeout_s, grace_s=_GRACE_S)
         self._faults = BetweenFaults(grid, self._link, blame, self._refused)
         self._order = LaunchOrder(self._index)
-        self._late: HybridEPError | None = None  # that the call which is being made raises when it has been launched
-        self._held_capacity = 0  # what calls without a bound have needed
+        self._late: HybridEPError | None = None  # error of an earlier call; raised after the next launch
+        self._held_capacity = 0  # records that calls without a bound have needed
         self._low_latency_kernels: LowLatencyBetween | None = None
-        self._calls_kernels: bool | None = None  # whether they have served the last low-latency call; None: no call yet
+        self._calls_kernels: bool | None = None  # whether they served the last low-latency call; None: none yet
         if env.LOW_LATENCY_BETWEEN.get() == "cuda":
             self._low_latency_kernels = LowLatencyBetween(
                 roll_call,
@@ -174,7 +173,7 @@ class CudaBetween(TorchEngine):
         return self._dispatch_rows(request)
 
     def _dispatch(self, request: DispatchRequest) -> Dispatched:
-        # For permuted calls: what is padded, or beyond their bound, follows from the rows that arrive.
+        # For permuted calls. Padding and the bound apply to the permuted rows, so all rows must arrive first.
         return self._dispatch_rows(request._replace(bound=None, common_bound=None, num_sms=None))
 
     def _dispatch_rows(self, request: DispatchRequest) -> Dispatched:
@@ -188,26 +187,16 @@ class CudaBetween(TorchEngine):
         again = ABSENT if request.again is None else state_of(request.again, BetweenRoute).number
         num_topk = topk_idx.shape[1]
         sizes = RouteSizes(self.grid.num_domains, self.grid.num_ranks_per_domain, num_tokens, num_topk, num_experts)
-        max_rows = planned.max_rows
-        held_capacity = max(self._held_capacity, min(self.grid.num_domains - 1, num_topk) * num_tokens)
         if bound is not None:
-            self._arena.holds(planned.slot_bytes)  # or this is no time to grow
-            # Every record is a row of some rank of the domain, and a peer has no more tokens than a rank may send.
-            held_capacity = max(
-                held_capacity,
-                min(self.grid.num_ranks_per_domain * max_rows, (self.grid.num_domains - 1) * _cuda.max_tokens),
-            )
-        sent = aligned_rows(rows)
-        reported = (
-            None
-            if bound is not None
-            else torch.empty(num_experts // self.grid.num_ranks, dtype=torch.int32, device="cpu")
-        )
+            self._arena.holds(planned.slot_bytes)  # raises in a capture if slots would have to grow
+        held_capacity = self._held_capacity_for(sizes, None if bound is None else planned.max_rows)
+        sent, reported = aligned_rows(rows), None
+        if bound is None:
+            reported = torch.empty(num_experts // self.grid.num_ranks, dtype=torch.int32, device="cpu")
         lease = self._arena.lease(stream)
         try:
             while True:
-                num_ints = sizes.num_ints(held_capacity)
-                chunk, base = self._routes.take(num_ints, stream, alone=lease.is_captured)
+                chunk, base = self._routes.take(sizes.num_ints(held_capacity), stream, alone=lease.is_captured)
                 host_counts = self._launch(
                     plan,
                     sent,
@@ -224,28 +213,18 @@ class CudaBetween(TorchEngine):
                     raise ConfigError(planned.refusal)
                 if host_counts is None or not host_counts.needs_capacity:
                     break
-                lease.give_back()
-                self._arena.ensure(plan.slot_bytes_for(host_counts.max_recv))
+                lease = self._lease_larger(lease, plan, host_counts, stream)
                 held_capacity = max(held_capacity, int(host_counts.max_held * _GROWTH))
                 self._held_capacity = max(self._held_capacity, held_capacity)
-                lease = self._arena.lease(stream)
-            number = dispatch_number(self.number, self._num_launches)
+            max_rows, crossed = planned.max_rows, (0, 0)
             if bound is not None:
-                route = BetweenRoute(chunk, base, sizes, held_capacity, bound, max_rows, max_rows, (0, 0), number)
+                num_rows = bound, max_rows, max_rows
             else:
                 assert host_counts is not None
-                crossed = (host_counts.num_sent_away, host_counts.num_sent_between)
-                route = BetweenRoute(
-                    chunk,
-                    base,
-                    sizes,
-                    held_capacity,
-                    host_counts.num_recv,
-                    host_counts.max_recv,
-                    host_counts.max_sent,
-                    crossed,
-                    number,
-                )
+                num_rows = host_counts.num_recv, host_counts.max_recv, host_counts.max_sent
+                crossed = host_counts.num_sent_away, host_counts.num_sent_between
+            number = dispatch_number(self.number, self._num_launches)
+            route = BetweenRoute(chunk, base, sizes, held_capacity, *num_rows, crossed, number)
             self._count_traffic(route, plan.record_bytes)
             matrix = route.rank_prefix_matrix()
             output = _results(lease, plan, route.num_recv)
@@ -255,6 +234,20 @@ class CudaBetween(TorchEngine):
         assert output.experts is not None
         handle = DispatchHandle(matrix, num_tokens, route.num_recv, num_experts, num_topk, self.grid, route)
         return Dispatched(_as_sent(rows, output), output.experts, output.weights, reported, handle)
+
+    def _held_capacity_for(self, sizes: RouteSizes, max_rows: int | None) -> int:
+        """Returns for how many records, which this rank forwards, a new route has memory.
+
+        Args:
+            sizes: of the route.
+            max_rows: the most rows of a rank; None = no bound. Without one, a call that needs more starts again.
+        """
+        num_others = self.grid.num_domains - 1
+        capacity = max(self._held_capacity, min(num_others, sizes.num_topk) * sizes.num_tokens)
+        if max_rows is None:
+            return capacity
+        # Every record is a row of some rank of the domain, and a peer has no more tokens than a rank may send.
+        return max(capacity, min(self.grid.num_ranks_per_domain * max_rows, num_others * _cuda.max_tokens))
 
     def _require_bounds(self, num_rows: int, bound: int, device: torch.device) -> None:
         self._begin("dispatch_with_permute", device, {})  # kernels have made the dispatch
@@ -278,15 +271,21 @@ class CudaBetween(TorchEngine):
                 )
                 if host_counts is None or not host_counts.needs_capacity:
                     break
-                lease.give_back()
-                self._arena.ensure(plan.slot_bytes_for(host_counts.max_recv))
-                lease = self._arena.lease(stream)
+                lease = self._lease_larger(lease, plan, host_counts, stream)
             self._count_traffic(route, plan.record_bytes)
             output = _results(lease, plan, route.num_recv)
             self._end_launch()
         finally:
             lease.give_back()
         return _as_sent(request.rows, output)
+
+    def _lease_larger(
+        self, lease: SlotLease, plan: _cuda.DispatchShape, host_counts: HostCounts, stream: int
+    ) -> SlotLease:
+        """Gives a slot back that some rank has found too small; returns one that holds the rows. Collective."""
+        lease.give_back()
+        self._arena.ensure(plan.slot_bytes_for(host_counts.max_recv))
+        return self._arena.lease(stream)
 
     def _launch(
         self,
@@ -332,68 +331,7 @@ class CudaBetween(TorchEngine):
 
     @one_at_a_time
     def combine(self, request: CombineRequest, handle: DispatchHandle) -> Combined:
-        data, weights = aligned(request.data), request.weights
-        route = state_of(handle, BetweenRoute)
-        stream = self._begin_launch()
-        route.chunk.note_use(stream)
-        shape = combine_shape_of(request, handle)
-        plan = plan_combine(shape)
-        self._arena.ensure(plan.slot_bytes_for(route.max_sums), lambda: self._compare_combines(shape, route, stream))
-        self._arena.note_use(stream)
-
-        def make_sums() -> tuple[Tensor, Tensor | None]:
-            sums = torch.empty(handle.num_tokens, data.shape[1], dtype=data.dtype, device=data.device)
-            if weights is None:
-                return sums, None
-            return sums, torch.empty(handle.num_tokens, weights.shape[1], dtype=torch.float32, device=data.device)
-
-        out, out_weights = make_sums()
-        # A rank that is alone in its domain has no sums over it: the kernel reads the rows of `data`.
-        own_sums, own_weights = make_sums() if self.grid.num_ranks_per_domain > 1 else (None, None)
-        terms = [aligned(term) for term in request.bias]
-        self._between.combine(
-            plan=plan,
-            rows=data.data_ptr(),
-            weights=address(weights),
-            bias=[term.data_ptr() for term in terms],
-            out=out.data_ptr(),
-            out_weights=address(out_weights),
-            own_sums=address(own_sums),
-            own_weights=address(own_weights),
-            route=route.address,
-            held_capacity=route.held_capacity,
-            handle=route.number,
-            stream=stream,
-        )
-        self._count_launch()
-        self._end_launch()
-        return Combined(out, out_weights)
-
-    def _compare_combines(self, shape: CombineShape, route: BetweenRoute, stream: int) -> None:
-        no_rows = torch.zeros(route.sizes._replace(num_tokens=0).num_ints(0), dtype=torch.int32, device=self.device)
-
-        def launch() -> None:
-            self._combine_without_rows(plan_combine(shape.compared()), no_rows, route.number, stream)
-
-        compare_calls(self.device, self._begin_launch, self._take_fault, launch)
-
-    def _combine_without_rows(self, plan: _cuda.CombinePlan, no_rows: Tensor, handle: int, stream: int) -> None:
-        """Launches a combine that only publishes its call; `no_rows` is a route of zeros."""
-        self._between.combine(
-            plan=plan,
-            rows=0,
-            weights=0,
-            bias=[],
-            out=0,
-            out_weights=0,
-            own_sums=0,
-            own_weights=0,
-            route=no_rows.data_ptr(),
-            held_capacity=0,
-            handle=handle,
-            stream=stream,
-        )
-        self._count_launch()
+        return combine(self, request, handle)
 
     def _count_launch(self) -> None:
         self._num_launches += 1
@@ -558,9 +496,8 @@ class CudaBetween(TorchEngine):
         """Orders this call after the engine's earlier ones, and returns the stream.
 
         Raises:
-            TimeoutError, TransportError: an earlier call has lost a rank, or the link. Anything else that one has found
-                wrong `_end_launch` raises, for the other ranks may not know it yet: they launch, and would wait for
-                this one.
+            TimeoutError, TransportError: an earlier call has lost a rank, or the link. `_end_launch` raises other
+                faults of earlier calls. Other ranks may not know of them yet, and would wait for this rank's launch.
         """
         self._note_fault()
         if isinstance(self._late, (TimeoutError, TransportError)):
@@ -568,7 +505,7 @@ class CudaBetween(TorchEngine):
         return self._order.begin()
 
     def _end_launch(self) -> None:
-        """Must follow all that a call does with the arena; raises what an earlier call left."""
+        """Ends a call, after its last use of the arena; raises the error of an earlier call."""
         self._order.end()
         self._raise_late()
 
@@ -597,7 +534,7 @@ class CudaBetween(TorchEngine):
             raise late
 
     def _take_fault(self) -> HybridEPError | None:
-        """What a kernel has found wrong since the last call."""
+        """Returns the error of a fault that a kernel has recorded since the last call."""
         if self._low_latency_kernels is not None:
             return self._low_latency_kernels.take_fault()
         fault = self._communicator.take_fault()
@@ -607,9 +544,9 @@ class CudaBetween(TorchEngine):
         """Opens a link to the peers of a grid. Collective.
 
         Args:
-            rings: of the link.
-            grid: that of the domains, or one in which every rank is a domain.
-            joins_all: it is the latter, and the link goes on without a lost rank.
+            rings: rings of the link.
+            grid: the engine's grid, or one in which every rank is a domain.
+            joins_all: every rank is a domain, and the link goes on without a lost rank.
         """
         device = torch.device("cuda", self._index)
         map_peers = map_peers_of(self._peers if grid == self.grid else self._everyone, device)

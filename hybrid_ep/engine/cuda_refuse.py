@@ -13,6 +13,7 @@ import torch
 from hybrid_ep import _cuda
 from hybrid_ep.engine.agreement import ABSENT
 from hybrid_ep.engine.calls import Rows
+from hybrid_ep.engine.cuda_between_combine import combine_without_rows
 from hybrid_ep.engine.cuda_between_route import RouteSizes
 from hybrid_ep.engine.cuda_plan import CombineShape, DispatchShape
 
@@ -82,7 +83,7 @@ def refuse_between(engine: CudaBetween, call: str, number: int) -> None:
     no_rows = torch.zeros(sizes.num_ints(0), dtype=torch.int32, device=engine.device)
     if call == "combine":
         plan = _combine_plan(grid.num_ranks, number)
-        engine._combine_without_rows(plan, no_rows, ABSENT, stream)
+        combine_without_rows(engine, plan, no_rows, ABSENT, stream)
     else:
         planned = _cuda.DispatchShape(_dispatch_shape(grid.num_ranks, number), grid.rank, grid.num_ranks)
         rows = _no_rows(engine.device)

@@ -213,12 +213,12 @@ def check_link_alone(case: Case) -> None:
 
 def check_scratch_of_combine(case: Case, num_tensors: int) -> None:
     """A combine makes so many tensors of a row for each token: its output, and scratch for sums over a domain."""
-    from hybrid_ep.engine import cuda_between
+    from hybrid_ep.engine import cuda_between_combine
 
     inputs = case.inputs(dist.get_rank())
     with make_buffer(case) as buffer:
         recv, *_, handle, _ = dispatch(buffer, case, inputs)
-        with mock.patch.object(cuda_between.torch, "empty", create=True, side_effect=torch.empty) as made:
+        with mock.patch.object(cuda_between_combine.torch, "empty", side_effect=torch.empty) as made:
             buffer.combine(recv, handle)
     assert len([call for call in made.call_args_list if case.hidden in call.args]) == num_tensors
 
