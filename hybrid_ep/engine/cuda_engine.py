@@ -170,7 +170,8 @@ class CudaEngine(Engine):
         return Dispatched(received, output.experts, output.weights, sent.reported, handle)
 
     def repeat_of(self, request: DispatchRequest) -> RepeatedDispatch | None:
-        if request.bound is None or request.again is not None:  # whose handle has tensors, and differs from call to call
+        # A handle has tensors, and differs from call to call.
+        if request.bound is None or request.again is not None:
             return None
         planned = plan_dispatch(self.grid.rank, self.grid.num_ranks, shape_of(request, self.grid))
         if planned.refusal is not None:
