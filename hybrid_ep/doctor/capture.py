@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hybrid_ep.doctor.kernel_lines import fault_lines
 from hybrid_ep.doctor.node import LogLine, Node
 from hybrid_ep.doctor.unreadable import Unreadable
 from hybrid_ep.topology import Nic
@@ -62,7 +63,7 @@ _EXCERPTS = {
 _FOLDERS = ("/sys/fs/cgroup/system.slice", "/sys/module/nv*_peer*mem", "/sys/devices/system/node/node*")
 _DEVICES = ("/dev/infiniband/*", "/dev/nvidia-caps-imex-channels/*", "/dev/gdrdrv")
 _GIDS_KEPT = 16  # of up to 256 entries of a port's table
-_LOG_WORDS = (
+_LOG_WORDS = (  # of lines that are kept beside those of kernel_lines.yaml
     *("NVRM", "nvidia", "SXid", "PCIe Bus Error", "AER:", "DPC:", "mlx5_core"),
     *("EDAC MC", "Memory failure:", "[Hardware Error]", "mce: Uncorrected", "pciehp:"),
 )
@@ -199,12 +200,18 @@ def kernel_records(node: Node) -> str:
         first = 1  # the beginning is missing, and stays so
     else:
         first = 0
-    kept = [line for line in lines if any(word in line.message for word in _LOG_WORDS)][-_LOG_LINES_KEPT:]
+    kept = [line for line in lines if _is_kept(line.message)][-_LOG_LINES_KEPT:]
     records = [LogLine(0.0, "first record"), *kept]
     return "".join(
         f"6,{first + number},{line.seconds * 1e6:.0f},-;{_without_builder(line.message)}\n"
         for number, line in enumerate(records)
     )
+
+
+def _is_kept(message: str) -> bool:
+    if any(word in message for word in _LOG_WORDS):
+        return True
+    return any(pattern.search(message) for pattern, _ in fault_lines())
 
 
 def _nvml_answers(node: Node) -> dict[str, str]:

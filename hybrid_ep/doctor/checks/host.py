@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import re
-from functools import cache
-from pathlib import Path
 
-import yaml
-
+from hybrid_ep.doctor.kernel_lines import fault_lines
 from hybrid_ep.doctor.model import Counters, Finding, Severity, Status
 from hybrid_ep.doctor.node import Node
 from hybrid_ep.doctor.profile import Profile
@@ -266,7 +263,7 @@ def host_kernel_log(node: Node, profile: Profile) -> Finding:
         lines, gap = list(error.log), str(error)
     seen: dict[tuple[str, str], int] = {}
     for line in lines:
-        for pattern, what in _bad_lines():
+        for pattern, what in fault_lines():
             if pattern.search(line.message):
                 address = re.search(r"\b[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]\b", line.message)
                 key = (what, address[0] if address else "")
@@ -279,12 +276,6 @@ def host_kernel_log(node: Node, profile: Profile) -> Finding:
     if faults:
         return Finding(Status.FAIL, shorten(faults))
     return Finding(Status.UNKNOWN, gap) if gap else Finding(Status.PASS, "none")
-
-
-@cache
-def _bad_lines() -> list[tuple[re.Pattern[str], str]]:
-    entries = yaml.safe_load((Path(__file__).parents[1] / "kernel_lines.yaml").read_text())
-    return [(re.compile(entry["pattern"]), entry["what"]) for entry in entries]
 
 
 @counters(
