@@ -26,7 +26,8 @@ enum class CallField : int32_t {
   kMostTokens,  // of a rank, where the caller says it
   kNumWorstTokens,
   kIsBounded,
-  kArena,  // number of the arena where rows land, which a CUDA graph keeps
+  kDropsRows,  // beyond the bound, and the caller looks at a flag
+  kArena,      // number of the arena where rows land, which a CUDA graph keeps
   kCommonBound,
   kPadMultiple,
   kHandle,  // that it goes along; a number that the caller gives
@@ -45,11 +46,11 @@ enum class CallField : int32_t {
 constexpr int kNumDispatchFields = static_cast<int>(CallField::kNumOfDispatch);
 
 inline const char* key_of(CallField field) {
-  constexpr const char* kKeys[] = {
-      "num_experts",  "num_topk",     "has_topk",     "has_weights",  "num_slots",        "hidden",
-      "dtype",        "scale_dtype",  "num_scales",   "most_tokens",  "num_worst_tokens", "is_bounded",
-      "arena",        "common_bound", "pad_multiple", "handle",       "num_weights",      "shape",
-      "global_scale", "use_logfmt",   "call",         "expert_sizes", "replica_mapping"};
+  constexpr const char* kKeys[] = {"num_experts",      "num_topk",   "has_topk",     "has_weights",    "num_slots",
+                                   "hidden",           "dtype",      "scale_dtype",  "num_scales",     "most_tokens",
+                                   "num_worst_tokens", "is_bounded", "drops_rows",   "arena",          "common_bound",
+                                   "pad_multiple",     "handle",     "num_weights",  "shape",          "global_scale",
+                                   "use_logfmt",       "call",       "expert_sizes", "replica_mapping"};
   return kKeys[static_cast<int>(field)];
 }
 

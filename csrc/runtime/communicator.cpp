@@ -214,7 +214,7 @@ uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors&
   params.dst_row = part(is_permuted, plan.route.dst_row);
   params.num_tokens_per_expert = part(is_new, plan.route.num_tokens_per_expert);
   params.overflow = part(is_new && is_permuted, plan.route.overflow);
-  params.reports_overflow = !plan.drops_rows;
+  params.reports_overflow = !plan.call.drops_rows;
   params.expert_row = part(is_new, plan.route.expert_row);
   const bool tells_host = plan.waits_for_counts || params.common_bound > params.slot.capacity;
   params.host_counts = tells_host ? host_counts_ : nullptr;

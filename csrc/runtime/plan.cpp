@@ -29,6 +29,7 @@ DispatchCall call_of(const DispatchRequest& request) {
   const bool is_alike = request.expert_range && !request.common_bound && request.pad_multiple == 0;
   call.num_worst_tokens = is_bounded && is_alike ? *request.bound : kAbsent;
   call.common_bound = is_bounded ? request.common_bound.value_or(*request.bound) : kAbsent;
+  call.drops_rows = request.drops_rows;
   call.num_slots = request.num_slots.value_or(kAbsent);
   call.most_tokens = request.max_tokens.value_or(kAbsent);
   call.max_tokens = std::min(request.max_tokens.value_or(kMaxTokens), kMaxTokens);
@@ -75,7 +76,6 @@ DispatchShape DispatchShape::of(const DispatchRequest& request, int rank, int nu
   shape.pad_multiple = request.pad_multiple;
   shape.row_limit = request.bound.value_or(0);
   shape.waits_for_counts = !request.bound;
-  shape.drops_rows = request.drops_rows;
   shape.num_sms = request.num_sms.value_or(0);
   shape.call = call_of(request);
   shape.num_tokens = shape.call.refusal == FaultKind::kTooManyTokens ? 0 : request.num_tokens;
@@ -107,6 +107,7 @@ void write_fields(int32_t* fields, const RowFormat& format, const DispatchCall& 
   write(CallField::kMostTokens, call.most_tokens);
   write(CallField::kNumWorstTokens, call.num_worst_tokens);
   write(CallField::kIsBounded, is_bounded);
+  write(CallField::kDropsRows, call.drops_rows);
   write(CallField::kArena, arena);
   // Bounds may differ between ranks as long as no slot must grow for one.
   write(CallField::kCommonBound, call.common_bound > capacity ? call.common_bound : kAbsent);

@@ -60,6 +60,7 @@ struct DispatchCall {
   int num_slots;           // spare slots of a rank, where rows are of experts; otherwise kAbsent
   int num_worst_tokens;    // that all ranks give alike, or kAbsent
   int common_bound;        // of a bound call: rows that each slot must hold; otherwise kAbsent
+  bool drops_rows;         // beyond the bound, and only the route's flag says so
   FaultKind refusal;       // what is wrong with this rank's arguments, which only its host sees; then no rank sends
   int refused_value;       // the argument
   int allowed;             // its largest value
@@ -81,8 +82,7 @@ struct DispatchShape {
   int pad_multiple;  // 0: rows by source rank and token; otherwise by expert, between domains after they have arrived
   int row_limit;     // rows of the result, where the host does not wait for counts
   bool waits_for_counts;
-  bool drops_rows;  // beyond the limit, and only the route's flag says so
-  int num_sms;      // 0: the default
+  int num_sms;  // 0: the default
   DispatchCall call;
 
   static DispatchShape of(const DispatchRequest& request, int rank, int num_ranks);

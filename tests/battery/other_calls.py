@@ -29,10 +29,14 @@ __all__ = [
     "check_other_global_scales",
     "check_other_logfmt",
     "check_other_low_latency_calls",
+    "check_other_reports_of_dropped_rows",
     "check_refused_calls_leave_nothing_to_do",
     "check_refused_combines_in_a_row",
     "check_too_many_low_latency_tokens",
 ]
+
+
+_Buffer = hybrid_ep.Buffer | hybrid_ep.HybridEPBuffer
 
 
 def _case() -> Case:
@@ -45,7 +49,7 @@ def _other(case: Case, **changes: Any) -> Case:
     return replace(case, **changes) if dist.get_rank() == case.num_ranks - 1 else case
 
 
-def _call(buffer: hybrid_ep.Buffer, call: Callable[[], object], device: str) -> None:
+def _call(buffer: _Buffer, call: Callable[[], object], device: str) -> None:
     """Calls; of a call that does not wait for the device the buffer tells behind it."""
     call()
     if device == "cuda":
@@ -59,7 +63,7 @@ def _is_refused(buffer: hybrid_ep.Buffer, call: Callable[[], object], device: st
     return str(refused.value)
 
 
-def _errors_of(buffer: hybrid_ep.Buffer, calls: Iterable[Callable[[], object]], device: str) -> list[str]:
+def _errors_of(buffer: _Buffer, calls: Iterable[Callable[[], object]], device: str) -> list[str]:
     """Makes the calls, one after the other at all ranks, and returns what the ConfigErrors say."""
     told = []
     for call in calls:
@@ -156,6 +160,26 @@ def check_combine_along_other_handles(device: str = "cpu") -> None:
         _, _, _, in_rank, _ = buffer.get_dispatch_layout(inputs.topk_idx, cases[0].num_experts)
         want = inputs.x.float() * in_rank.sum(1, keepdim=True)
         equal(combined, want.to(torch.bfloat16).cpu(), "after other handles")
+
+
+def check_other_reports_of_dropped_rows(device: str = "cpu") -> None:
+    """One rank wants a flag where rows do not fit its bound, the others want an error: every rank is told."""
+    rank, num_ranks, hidden = dist.get_rank(), dist.get_world_size(), 128
+    with hybrid_ep.HybridEPBuffer(dist.group.WORLD, hidden, 16, 4) as buffer:
+
+        def call(non_blocking: bool) -> None:
+            buffer.dispatch_with_permute(
+                hidden=torch.ones(8, hidden, dtype=torch.bfloat16, device=device),
+                topk_idx=torch.arange(16, device=device).view(8, 2) % (4 * num_ranks),
+                num_of_experts=4 * num_ranks,
+                num_permuted_tokens=256,
+                non_blocking=non_blocking,
+            )
+
+        calls = [partial(call, rank == num_ranks - 1), partial(call, True), partial(call, True)]
+        (told,) = _errors_of(buffer, calls, device)
+        assert told.startswith("whether rows beyond that number are dropped is "), told
+        assert f" at rank {num_ranks - 1}" in told, told
 
 
 def check_refused_calls_leave_nothing_to_do(device: str = "cpu") -> None:

@@ -90,9 +90,9 @@ def test_lost_chunks_are_an_error_that_names_a_rank(run_emulated: RunEmulated) -
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_ranks_that_disagree_are_told_so(run_emulated: RunEmulated, size: int) -> None:
-    check = "battery.other_calls.check_other_calls"
-    run_emulated(2 * size, "emulation.domains.check_in_domains", size, check)
+@pytest.mark.parametrize("check", ["check_other_calls", "check_other_reports_of_dropped_rows"])
+def test_ranks_that_disagree_are_told_so(run_emulated: RunEmulated, size: int, check: str) -> None:
+    run_emulated(2 * size, "emulation.domains.check_in_domains", size, f"battery.other_calls.{check}")
 
 
 def test_dispatches_with_weights_along_other_handles_are_refused(run_emulated: RunEmulated) -> None:

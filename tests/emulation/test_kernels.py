@@ -220,6 +220,7 @@ def test_a_late_rank_comes_back(run_emulated: RunEmulated) -> None:
         "check_other_low_latency_calls",
         "check_other_global_scales",
         "check_other_logfmt",
+        "check_other_reports_of_dropped_rows",
         "check_too_many_low_latency_tokens",
         "check_refused_calls_leave_nothing_to_do",
     ],

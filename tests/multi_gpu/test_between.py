@@ -95,7 +95,9 @@ def test_behaviour(run_ranks: RunRanks, check: str, args: tuple[int, ...]) -> No
     run_ranks(2, check_in_domains, 1, f"multi_gpu.{check}", *args)
 
 
-@pytest.mark.parametrize("check", ["check_other_calls", "check_refused_combines_in_a_row"])
+@pytest.mark.parametrize(
+    "check", ["check_other_calls", "check_other_reports_of_dropped_rows", "check_refused_combines_in_a_row"]
+)
 @pytest.mark.parametrize("size", [1, 2])
 def test_ranks_that_disagree_are_told_so(run_ranks: RunRanks, check: str, size: int) -> None:
     run_ranks(2 * size, check_in_domains, size, f"battery.other_calls.{check}", "cuda")

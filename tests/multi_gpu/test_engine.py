@@ -93,6 +93,7 @@ def test_two_buffers(run_gpus: RunGpus, check: Callable[..., None]) -> None:
         other_calls.check_other_low_latency_calls,
         other_calls.check_other_global_scales,
         other_calls.check_other_logfmt,
+        other_calls.check_other_reports_of_dropped_rows,
         other_calls.check_combine_along_other_low_latency_handles,
         other_calls.check_too_many_low_latency_tokens,
         other_calls.check_refused_calls_leave_nothing_to_do,

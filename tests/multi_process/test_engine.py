@@ -49,6 +49,7 @@ def test_two_buffers(run_ranks: RunRanks) -> None:
         other_calls.check_other_low_latency_calls,
         other_calls.check_other_global_scales,
         other_calls.check_other_logfmt,
+        other_calls.check_other_reports_of_dropped_rows,
         other_calls.check_combine_along_other_low_latency_handles,
         other_calls.check_too_many_low_latency_tokens,
     ],
