@@ -472,7 +472,7 @@ class CudaBetween(TorchEngine):
             super().barrier()
             return
         self._raise_late()
-        kernels.raise_fault(kernels.lately_masked)
+        kernels.raise_before_barrier(kernels.lately_masked)
         super().set_masked(kernels.note_told(), True)
         kernels.drain()
         super().barrier()

@@ -328,7 +328,7 @@ class CudaEngine(Engine):
         torch.cuda.synchronize(self.device)
         # Raised before the barrier, for the barrier makes ranks forget the calls and succeeds.
         self._raise_late()
-        self._low_latency.raise_fault(self._low_latency.lately_masked)
+        self._low_latency.raise_before_barrier(self._low_latency.lately_masked)
         self._torch.set_masked(self._low_latency.note_told(), True)
         self._torch.barrier()
         self._low_latency.reset(self._torch.take_number())

@@ -407,6 +407,7 @@ class CudaLowLatency(LowLatencyFaults):
     def _forget_calls(self) -> None:
         self._dispatches, self._combines = Buffers(), Buffers()
         self.lately_masked = set(self.masked)
+        self.has_found_loss = False
         self._blame = self._new_blame()
         for region in self._regions:
             region.memory.local[: region.capacity.epochs_bytes].zero_()

@@ -70,6 +70,7 @@ class LowLatencyFaults(abc.ABC):
         self._overflow: OverflowError | None = None  # a dispatch at this rank has dropped rows; to be raised
         self._fault: _cuda.Fault | None = None  # taken from the record, not raised yet
         self._held: HybridEPError | None = None  # the error of a fault that was taken; raised next
+        self.has_found_loss = False  # since the last barrier
         self._blame = self._new_blame()
         self._regions: list[Region] = []  # the last is in use; graphs have the addresses of those before
 
@@ -104,6 +105,7 @@ class LowLatencyFaults(abc.ABC):
         error = self._error_of(fault)
         if isinstance(error, TimeoutError) and error.peer is not None:
             self.lost.add(error.peer)
+            self.has_found_loss = True
         return error
 
     def _take_fault(self) -> _cuda.Fault | None:
@@ -177,6 +179,16 @@ class LowLatencyFaults(abc.ABC):
             self._overflow = error
         elif error is not None:
             raise error
+
+    def raise_before_barrier(self, known: Collection[int]) -> None:
+        """Raises `take_fault` once all calls have ended.
+
+        After the loss of a rank, other losses are dropped: calls that were on their way may have given up ranks that
+        only waited for the lost one. The barrier meets those, and raises if one does not come.
+        """
+        if self.has_found_loss and not self.only_masks_lost:
+            self._forget_loss()
+        self.raise_fault(known)
 
     def _look_for_loss(self) -> None:
         """Corrects the masks before a call is launched if an earlier one has lost a rank; `take_fault` returns it.
