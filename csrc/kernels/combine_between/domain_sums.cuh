@@ -206,7 +206,7 @@ class DomainSums {
     const BetweenDomain& between = params_.between;
     const int r = rank_in_domain(destination);
     if (r == between.domain.rank) return -1;
-    return first_flag(params_, domain_, r, tables_.recv_base[domain_ * between.grid.ranks_per_domain + r]) +
+    return first_flag(params_, run_rows_, domain_, r, tables_.recv_base[domain_ * between.grid.ranks_per_domain + r]) +
            index_of_destination(static_cast<uint32_t>(destination)) / run_rows_;
   }
 

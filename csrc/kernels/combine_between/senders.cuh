@@ -108,7 +108,8 @@ __device__ void raise_run_flag(const CombineBetweenParams& params, const Combine
   const Domain& domain = params.between.domain;
   const Grid& grid = params.between.grid;
   const int source = report >> 16, number = report & 0xffff, size = grid.ranks_per_domain;
-  const int flag = first_flag(params, source / size, domain.rank, tables.send_base[source]) + number;
+  const int flag =
+      first_flag(params, rows_per_run(params), source / size, domain.rank, tables.send_base[source]) + number;
   ptx::store_release_system(run_flags(*domain.control[source % size]) + flag, epoch);
 }
 

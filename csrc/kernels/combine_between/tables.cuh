@@ -59,8 +59,8 @@ __device__ uint32_t* run_flags(ControlBlock& control) { return &control.chunk_ep
 // The flag of the first run that rank r of a domain pushes for a source in domain d. `begin` is where its rows begin in
 // the arena, which holds the rows of rank 0 for all domains, then those of rank 1. Each (r, d) may end with a run that
 // is not full.
-__device__ int first_flag(const CombineBetweenParams& params, int d, int r, int begin) {
-  return begin / rows_per_run(params) + r * params.between.grid.num_domains + d;
+__device__ int first_flag(const CombineBetweenParams& params, int run_rows, int d, int r, int begin) {
+  return begin / run_rows + r * params.between.grid.num_domains + d;
 }
 
 }  // namespace
