@@ -1,4 +1,5 @@
-// What checks of tensors read, in one call. Python would take as long for each attribute as this does for a tensor.
+// What checks of a call's arguments read, in one call. Python would take as long for each attribute as this does for a
+// tensor.
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
@@ -11,22 +12,30 @@ namespace {
 
 namespace py = pybind11;
 
-constexpr int kMaxTensors = 16, kMaxDims = 8;
+constexpr int kMaxArguments = 20, kMaxDims = 8;
 
-// Of one tensor; its sizes follow. Equal bytes mean equal traits.
+// What an argument is that is no tensor.
+constexpr int16_t kNone = -1, kFalse = -2, kTrue = -3, kInt = -4;
+
+// Of one argument; the sizes of a tensor follow, or the value of an integer. Equal bytes mean equal traits.
 struct Traits {
   dlpack::Device device;
   dlpack::DataType dtype;
-  int16_t num_dims;  // −1: None was given
+  int16_t num_dims;  // or one of the kinds below
   bool is_contiguous, keeps_grad;
 };
 static_assert(sizeof(Traits) == 16, "has no padding");
 
-class TraitsOfTensors {
+class TraitsOfArguments {
  public:
   void add(const Traits& traits, const int64_t* sizes = nullptr) {
     append(&traits, sizeof(traits));
     append(sizes, std::max<int>(traits.num_dims, 0) * sizeof(int64_t));
+  }
+  void add(int16_t kind) { add(Traits{{}, {}, kind, false, false}); }
+  void add_int(int64_t value) {
+    add(kInt);
+    append(&value, sizeof(value));
   }
 
   PyObject* as_bytes() const { return PyBytes_FromStringAndSize(bytes_, num_bytes_); }
@@ -37,7 +46,7 @@ class TraitsOfTensors {
     num_bytes_ += num_bytes;
   }
 
-  char bytes_[kMaxTensors * (sizeof(Traits) + kMaxDims * sizeof(int64_t))];
+  char bytes_[kMaxArguments * (sizeof(Traits) + kMaxDims * sizeof(int64_t))];
   size_t num_bytes_ = 0;
 };
 
@@ -66,12 +75,18 @@ class Reader {
     if (api->major_version == dlpack::kExchangeMajorVersion) describe_ = api->describe;
   }
 
-  // Adds the traits of a tensor, or None. Returns false, without a Python error, for anything else, and for tensors of
-  // other classes and without memory.
-  bool read(PyObject* object, TraitsOfTensors* found) const {
-    if (object == Py_None) {
-      found->add({{}, {}, -1, false, false});
+  // Adds the traits of a tensor, None, a bool or an int of 64 bits. Returns false, without a Python error, for anything
+  // else, and for tensors of other classes and without memory.
+  bool read(PyObject* object, TraitsOfArguments* found) const {
+    if (object == Py_None || object == Py_False || object == Py_True) {
+      found->add(object == Py_None ? kNone : object == Py_False ? kFalse : kTrue);
       return true;
+    }
+    if (PyLong_CheckExact(object)) {
+      int overflow = 0;
+      const int64_t value = PyLong_AsLongLongAndOverflow(object, &overflow);
+      if (overflow == 0) found->add_int(value);
+      return overflow == 0;
     }
     if (describe_ == nullptr || !Py_IS_TYPE(object, reinterpret_cast<PyTypeObject*>(tensor_type_.ptr()))) return false;
     dlpack::Tensor tensor{};
@@ -101,12 +116,12 @@ class Reader {
   int (*describe_)(void*, dlpack::Tensor*) = nullptr;
 };
 
-// Bytes for all arguments; None if one is neither None nor a tensor that can be described.
+// Bytes for all arguments; None if one cannot be described.
 PyObject* traits(PyObject*, PyObject* const* objects, Py_ssize_t num_objects) try {
   // Never destroyed: at the interpreter's end there is nothing to give back to.
   static const Reader& reader = *new Reader(py::module_::import("torch"));
-  TraitsOfTensors found;
-  bool all = num_objects <= kMaxTensors;
+  TraitsOfArguments found;
+  bool all = num_objects <= kMaxArguments;
   for (Py_ssize_t i = 0; all && i < num_objects; ++i) all = reader.read(objects[i], &found);
   if (!all) Py_RETURN_NONE;
   return found.as_bytes();

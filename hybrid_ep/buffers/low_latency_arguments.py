@@ -63,7 +63,7 @@ class LowLatencyArguments(BaseBuffer):
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, handle: LowLatencyHandle, out: Tensor | None
     ) -> None:
         most, hidden, num_experts = sizes_of(handle)
-        device = self.engine.device or handle.src_info.device
+        device = self.engine.device or handle.memory.device
         shape = (num_experts // self.group_size, most * self.group_size, hidden)
         require_tensor("x", x, dtypes=(torch.bfloat16,), shape=shape, device=device)
         require_no_grad("x", x)
@@ -117,7 +117,8 @@ def signals_of(
     if (src_signals is None) == (comp_signal is None):
         given = "neither" if src_signals is None else "both"
         require(False, "src_signals and comp_signal", given, "one of them with overlap")
-    num_local, num_rows = handle.src_info.shape
+    num_local = handle.num_experts // handle.grid.num_ranks
+    num_rows = handle.num_max_tokens_per_rank * handle.grid.num_ranks
     require_int("num_sms", num_sms, minimum=1)
     if src_signals is not None:
         dtypes = (torch.uint32, torch.int32)

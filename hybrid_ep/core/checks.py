@@ -145,19 +145,21 @@ def require_bools(names: Sequence[str], values: Sequence[object]) -> None:
             require_bool(names[[v is value for v in values].index(True)], value)
 
 
-def traits(*tensors: object) -> object:
-    """Everything but the values that checks of these tensors read: equal traits give the same outcome."""
-    found = _C.traits(*tensors)
-    return _traits_of_any(tensors) if found is None else found
+def traits(*arguments: object) -> object:
+    """What checks read of tensors, but for their values, and of bools and ints: equal traits give the same outcome."""
+    found = _C.traits(*arguments)
+    return _traits_of_any(arguments) if found is None else found
 
 
-def _traits_of_any(tensors: tuple[object, ...]) -> object:
+def _traits_of_any(arguments: tuple[object, ...]) -> object:
     """The same, of any arguments and with any torch."""
     keeps_grad = torch.is_grad_enabled()
     found: list[object] = []
-    for tensor in tensors:
+    for tensor in arguments:
         if tensor is None:
             found.append(None)
+        elif type(tensor) is bool or type(tensor) is int:
+            found += (type(tensor), tensor)
         elif isinstance(tensor, Tensor):
             found += (
                 tensor.dtype,

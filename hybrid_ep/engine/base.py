@@ -46,6 +46,7 @@ from hybrid_ep.engine.calls import (
     Permuted,
     PermuteHandle,
     RepeatedDispatch,
+    RepeatedLowLatencyDispatch,
     Routing,
     Rows,
 )
@@ -272,6 +273,13 @@ class Engine(abc.ABC):
 
         Ranks masked by `set_masked` are neither sent to nor waited for.
         """
+
+    def repeat_of_low_latency(self, request: LowLatencyDispatchRequest) -> RepeatedLowLatencyDispatch | None:
+        """Local: `repeat_of` for a low-latency dispatch without a hook.
+
+        It takes rows, top-k indices, the global scale and the wait statistics.
+        """
+        return None
 
     @abc.abstractmethod
     def low_latency_combine(self, request: LowLatencyCombineRequest, handle: LowLatencyHandle) -> Callable[[], None]:

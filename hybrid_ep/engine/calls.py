@@ -35,6 +35,7 @@ __all__ = [
     "PermuteHandle",
     "Permuted",
     "RepeatedDispatch",
+    "RepeatedLowLatencyDispatch",
     "Routing",
     "Rows",
     "missing_signal",
@@ -123,28 +124,78 @@ class PermuteHandle(NamedTuple):
     overflow: Tensor
 
 
-class LowLatencyHandle(NamedTuple):
+class LowLatencyHandle:
     """The handle of a low-latency dispatch, for `low_latency_combine`.
 
+    As a sequence it has the entries of DeepEP's handle: `src_info`, `layout_range`, M, H and E.
+
     Attributes:
-        src_info: ``[LE, M×R]`` int32; source token of each packed row.
-        layout_range: ``[LE, R]`` int64; ``(begin << 32) | count`` of each source rank's rows.
         num_max_tokens_per_rank: M.
         hidden: H.
         num_experts: E.
         grid: the geometry it was made for.
         memory: holds all that the dispatch returns beside its rows. Uses on other streams are recorded on this tensor.
         state: what the engine keeps for itself.
+
+    Example:
+        >>> x, topk_idx = torch.ones(2, 128, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, 3]])
+        >>> with hybrid_ep.Buffer(None, low_latency_mode=True) as buffer:
+        ...     _, _, handle, _, _ = buffer.low_latency_dispatch(x, topk_idx, 8, 4, use_fp8=False)
+        >>> handle.src_info[1, :2].tolist()  # rows of expert 1
+        [0, 1]
+
+    Args:
+        make_tables: returns `src_info` and `layout_range`; called when one of them is first asked for.
+        num_max_tokens_per_rank, hidden, num_experts, grid, memory, state: as above.
     """
 
-    src_info: Tensor
-    layout_range: Tensor
-    num_max_tokens_per_rank: int
-    hidden: int
-    num_experts: int
-    grid: RankGrid
-    memory: Tensor
-    state: Any
+    __slots__ = (
+        "_make_tables",
+        "_tables",
+        "grid",
+        "hidden",
+        "memory",
+        "num_experts",
+        "num_max_tokens_per_rank",
+        "state",
+    )
+
+    def __init__(
+        self,
+        make_tables: Callable[[], tuple[Tensor, Tensor]],
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_experts: int,
+        grid: RankGrid,
+        memory: Tensor,
+        state: Any,
+    ) -> None:
+        self._make_tables = make_tables
+        self._tables: tuple[Tensor, Tensor] | None = None
+        self.num_max_tokens_per_rank, self.hidden, self.num_experts = num_max_tokens_per_rank, hidden, num_experts
+        self.grid, self.memory, self.state = grid, memory, state
+
+    @property
+    def src_info(self) -> Tensor:
+        """``[LE, M×R]`` int32; source token of each packed row."""
+        return self._found_tables[0]
+
+    @property
+    def layout_range(self) -> Tensor:
+        """``[LE, R]`` int64; ``(begin << 32) | count`` of each source rank's rows."""
+        return self._found_tables[1]
+
+    @property
+    def _found_tables(self) -> tuple[Tensor, Tensor]:
+        if self._tables is None:
+            self._tables = self._make_tables()
+        return self._tables
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, idx: Any) -> Any:
+        return (*self._found_tables, self.num_max_tokens_per_rank, self.hidden, self.num_experts)[idx]
 
 
 def state_of(handle: DispatchHandle | PermuteHandle | LowLatencyHandle, kind: type[_T]) -> _T:
@@ -401,3 +452,7 @@ class LowLatencyDispatched(NamedTuple):
     counts: Tensor
     handle: LowLatencyHandle
     finish: Callable[[], None]
+
+
+# See Engine.repeat_of_low_latency.
+RepeatedLowLatencyDispatch = Callable[[Tensor, Tensor, "Tensor | None", "Tensor | None"], LowLatencyDispatched]

@@ -43,6 +43,7 @@ from hybrid_ep.engine.calls import (
     Permuted,
     PermuteHandle,
     RepeatedDispatch,
+    RepeatedLowLatencyDispatch,
     Routing,
     Rows,
     state_of,
@@ -282,6 +283,9 @@ class CudaEngine(Engine):
 
     def low_latency_dispatch(self, request: LowLatencyDispatchRequest) -> LowLatencyDispatched:
         return self._low_latency.dispatch(request)
+
+    def repeat_of_low_latency(self, request: LowLatencyDispatchRequest) -> RepeatedLowLatencyDispatch | None:
+        return self._low_latency.repeat_of(request)
 
     def low_latency_combine(self, request: LowLatencyCombineRequest, handle: LowLatencyHandle) -> Callable[[], None]:
         return self._low_latency.combine(request, handle)

@@ -8,6 +8,7 @@ a lost rank out by themselves. A call whose `finish` raises has been launched ne
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ from hybrid_ep.engine.calls import (
     LowLatencyDispatched,
     LowLatencyDispatchRequest,
     LowLatencyHandle,
+    RepeatedLowLatencyDispatch,
     state_of,
 )
 from hybrid_ep.engine.cuda_compare import compare_calls, compare_first_calls, refuse_first_call
@@ -45,7 +47,7 @@ _CALL_BITS = 28  # of the numbers of calls between two cleanings
 _MAX_GENERATIONS = 1 << 32 - _CALL_BITS
 
 
-@dataclass
+@dataclass(slots=True)
 class _State:
     """Kept in a LowLatencyHandle.
 
@@ -113,47 +115,79 @@ class CudaLowLatency(LowLatencyFaults):
 
     def dispatch(self, request: LowLatencyDispatchRequest) -> LowLatencyDispatched:
         self._look_for_loss()
-        data, topk_idx, num_max_tokens_per_rank, num_experts, fmt, global_scale, wait_stats, return_recv_hook = request
-        num_tokens, hidden = data.shape
         try:
-            plan = self._plan_of(num_experts, topk_idx.shape[1], hidden, num_max_tokens_per_rank, fmt)
+            plan = self._plan_for(request)
             if plan is not self._last_plan:
                 self._check_growth(plan)
         except ConfigError as error:
             self.refuse("low_latency_dispatch", error)
             raise
-        region, native = self._region_for(plan, request), plan.native
+        if plan is not self._last_plan:
+            self._provide_region(plan, request)
+        return self._dispatch(
+            plan,
+            aligned(request.data),
+            request.topk_idx,
+            request.global_scale,
+            request.wait_stats,
+            return_recv_hook=request.return_recv_hook,
+        )
+
+    def repeat_of(self, request: LowLatencyDispatchRequest) -> RepeatedLowLatencyDispatch:
+        """As `Engine.repeat_of_low_latency`."""
+        plan = self._plan_for(request)  # no tensors are kept: this may outlive them
+
+        def repeat(
+            data: Tensor, topk_idx: Tensor, global_scale: Tensor | None, wait_stats: Tensor | None
+        ) -> LowLatencyDispatched:
+            self._look_for_loss()
+            return self._dispatch(plan, aligned(data), topk_idx, global_scale, wait_stats)
+
+        return repeat
+
+    def _dispatch(
+        self,
+        plan: LowLatencyPlan,
+        data: Tensor,
+        topk_idx: Tensor,
+        global_scale: Tensor | None,
+        wait_stats: Tensor | None,
+        *,
+        return_recv_hook: bool = False,
+    ) -> LowLatencyDispatched:
+        """Dispatches with a plan that the region covers, as it does from the plan's first call on."""
+        region, native, index, buffers = self._regions[-1].native, plan.native, self._index, self._dispatches
         rows = plan.packed.empty(self._device)
-        buffers = self._dispatches
         idx = buffers.next("low_latency_dispatch")
-        data = aligned(data)
         stream = self._begin()
-        chunk, results = self._results.take(plan.num_ints, stream, alone=is_capturing(self._index))
-        counts, src_info, layout_range = native.tensors(chunk.memory, results, self._index, torch._C._from_dlpack)
-        sizes = num_max_tokens_per_rank, hidden, num_experts
+        chunk, results = self._results.take(plan.num_ints, stream, alone=is_capturing(index))
+        memory, num_tokens = chunk.memory, topk_idx.shape[0]
         state = _State(plan, num_tokens, chunk, results)
-        handle = LowLatencyHandle(src_info, layout_range, *sizes, self._grid, chunk.memory, state)
+        make_tables = functools.partial(native.tables, memory, results, index, torch._C._from_dlpack)
+        handle = LowLatencyHandle(make_tables, *plan.sizes, self._grid, memory, state)
+        counts = native.counts(memory, results, index, torch._C._from_dlpack)
         sent = native, idx, data.data_ptr(), topk_idx.data_ptr(), num_tokens, address(global_scale), self._counter()
-        if return_recv_hook:
-            region.send_tokens(*sent, results, stream)
-        else:
+        # The combine reports an overflow to all ranks, which would wait for this rank's. So it is held.
+        if not return_recv_hook:
             region.dispatch_tokens(
                 *sent, rows.data.data_ptr(), address(rows.scales), address(wait_stats), results, stream
             )
+            buffers.note_done()
+            state.is_received = True
+            return LowLatencyDispatched(rows, counts, handle, self._end(holds_overflow=True))
+
+        region.send_tokens(*sent, results, stream)
         buffers.note_sent()
 
         def finish() -> None:
-            if return_recv_hook:
-                at = self._begin()
-                chunk.note_use(at)
-                region.receive_tokens(
-                    native, idx, rows.data.data_ptr(), address(rows.scales), address(wait_stats), results, at
-                )
+            at = self._begin()
+            chunk.note_use(at)
+            region.receive_tokens(
+                native, idx, rows.data.data_ptr(), address(rows.scales), address(wait_stats), results, at
+            )
             buffers.note_received(idx)
-            self._order.end()
             state.is_received = True
-            # The combine reports an overflow to all ranks; they would wait for this rank's.
-            self.raise_fault(holds_overflow=True)
+            self._end(holds_overflow=True)()
 
         return LowLatencyDispatched(rows, counts, handle, finish)
 
@@ -175,8 +209,7 @@ class CudaLowLatency(LowLatencyFaults):
             data = aligned(data)
         stream = self._begin()
         state.chunk.note_use(stream)
-        is_whole = signals is None and not return_recv_hook
-        if is_whole:
+        if signals is None and not return_recv_hook:
             region.combine_rows(
                 native,
                 idx,
@@ -191,45 +224,53 @@ class CudaLowLatency(LowLatencyFaults):
                 address(wait_stats),
                 stream,
             )
+            buffers.note_done()
+            return self._end_of_combine(out, target)
+
+        rows = native, idx, data.data_ptr(), state.results, weights.data_ptr(), num_tokens, use_logfmt
+        if signals is None:
+            region.return_rows(*rows, request.min_tokens_to_sum, address(wait_stats), stream)
         else:
-            rows = native, idx, data.data_ptr(), state.results, weights.data_ptr(), num_tokens, use_logfmt
-            if signals is None:
-                region.return_rows(*rows, request.min_tokens_to_sum, address(wait_stats), stream)
-            else:
-                region.return_signalled_rows(
-                    *rows,
-                    signals.raised.data_ptr(),
-                    signals.expected,
-                    signals.num_per_expert,
-                    signals.rows_per_signal,
-                    signals.num_sms,
-                    stream,
-                )
+            region.return_signalled_rows(
+                *rows,
+                signals.raised.data_ptr(),
+                signals.expected,
+                signals.num_per_expert,
+                signals.rows_per_signal,
+                signals.num_sms,
+                stream,
+            )
         buffers.note_sent()
 
         def finish() -> None:
-            if not is_whole:
-                at = self._begin() if return_recv_hook else stream
-                state.chunk.note_use(at)
-                region.sum_rows(
-                    native,
-                    idx,
-                    state.results,
-                    topk_idx.data_ptr(),
-                    weights.data_ptr(),
-                    target.data_ptr(),
-                    num_tokens,
-                    use_logfmt,
-                    address(wait_stats),
-                    at,
-                )
+            at = self._begin() if return_recv_hook else stream
+            state.chunk.note_use(at)
+            region.sum_rows(
+                native,
+                idx,
+                state.results,
+                topk_idx.data_ptr(),
+                weights.data_ptr(),
+                target.data_ptr(),
+                num_tokens,
+                use_logfmt,
+                address(wait_stats),
+                at,
+            )
             buffers.note_received(idx)
-            if target is not out:
-                out.copy_(target)
-            self._order.end()
-            self.raise_fault()
+            self._end_of_combine(out, target)()
 
         return finish
+
+    def _end_of_combine(self, out: Tensor, target: Tensor) -> Callable[[], None]:
+        if target is not out:
+            out.copy_(target)
+        return self._end()
+
+    def _end(self, *, holds_overflow: bool = False) -> Callable[[], None]:
+        """Ends a call after its last launch; returns what raises an error."""
+        self._order.end()
+        return functools.partial(self.raise_fault, holds_overflow=holds_overflow) if self._has_fault() else _nothing
 
     def refuse(self, call: str, error: ConfigError) -> None:
         """Makes a call without rows, because of which every rank raises an error of this rank.
@@ -490,13 +531,11 @@ class CudaLowLatency(LowLatencyFaults):
     def _covers(self, plan: LowLatencyPlan) -> bool:
         return bool(self._regions) and self._regions[-1].native.covers(plan.native)
 
-    def _region_for(self, plan: LowLatencyPlan, request: LowLatencyDispatchRequest) -> _cuda.LowLatencyRegion:
-        """Returns the region of a dispatch, made or made larger where it must be: collective then."""
-        if plan is not self._last_plan:
-            if not self._covers(plan):
-                self._allocate(plan, request)
-            self._last_plan = plan
-        return self._regions[-1].native
+    def _provide_region(self, plan: LowLatencyPlan, request: LowLatencyDispatchRequest) -> None:
+        """Makes the region of a dispatch, or makes it larger, where it must be: collective then."""
+        if not self._covers(plan):
+            self._allocate(plan, request)
+        self._last_plan = plan
 
     def _allocate(self, plan: LowLatencyPlan, request: LowLatencyDispatchRequest) -> None:
         if self._regions:
@@ -554,7 +593,15 @@ class CudaLowLatency(LowLatencyFaults):
         """Frees the last region, which no rank uses any more."""
         self._regions.pop()
 
+    def _plan_for(self, request: LowLatencyDispatchRequest) -> LowLatencyPlan:
+        data, topk_idx, num_max_tokens_per_rank, num_experts, fmt, *_ = request
+        return self._plan_of(num_experts, topk_idx.shape[1], data.shape[1], num_max_tokens_per_rank, fmt)
+
     def _plan_of(
         self, num_experts: int, num_topk: int, hidden: int, max_tokens: int, fmt: RowFormat | None
     ) -> LowLatencyPlan:
         return plan_low_latency(self._grid.num_ranks, num_experts, num_topk, hidden, max_tokens, fmt)
+
+
+def _nothing() -> None:
+    """Raises nothing."""

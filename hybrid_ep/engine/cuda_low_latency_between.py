@@ -130,14 +130,7 @@ class LowLatencyBetween(CudaLowLatency):
         )
         if not fits:
             return False
-        plan = self._plan_of(
-            request.num_experts,
-            request.topk_idx.shape[1],
-            hidden,
-            request.num_max_tokens_per_rank,
-            request.fmt,
-        )
-        return max(_chunk_bytes(plan, grid)) <= _cuda.low_latency_max_chunk_bytes
+        return max(_chunk_bytes(self._plan_for(request), grid)) <= _cuda.low_latency_max_chunk_bytes
 
     @functools.cached_property
     def _link_grid(self) -> RankGrid:
@@ -170,9 +163,9 @@ class LowLatencyBetween(CudaLowLatency):
     ) -> LowLatencyPlan:
         return _plan_between(self._grid.num_ranks, num_experts, num_topk, hidden, max_tokens, fmt)
 
-    def _region_for(self, plan: LowLatencyPlan, request: LowLatencyDispatchRequest) -> _cuda.LowLatencyRegion:
+    def _provide_region(self, plan: LowLatencyPlan, request: LowLatencyDispatchRequest) -> None:
         self._asked = plan
-        return super()._region_for(plan, request)
+        super()._provide_region(plan, request)
 
     def _make_region(self, capacity: _cuda.LowLatencyCapacity) -> Region:
         assert self._asked is not None

@@ -313,12 +313,14 @@ class LowLatencyPlan(NamedTuple):
 
     Attributes:
         native: the plan of the kernels.
+        sizes: M, H and E.
         num_topk: K.
         packed: rows and scales.
         num_ints: of the memory that a dispatch fills beside its rows.
     """
 
     native: _cuda.LowLatencyPlan
+    sizes: tuple[int, int, int]
     num_topk: int
     packed: PackedLayout
     num_ints: int
@@ -350,4 +352,4 @@ def plan_low_latency(
         format=_cuda.ScaleFormat(format_code(fmt)),
     )
     packed = PackedLayout.of(num_experts // num_ranks, max_tokens * num_ranks, hidden, fmt)
-    return LowLatencyPlan(native, num_topk, packed, native.num_ints)
+    return LowLatencyPlan(native, (max_tokens, hidden, num_experts), num_topk, packed, native.num_ints)

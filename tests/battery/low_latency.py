@@ -423,6 +423,40 @@ def check_too_many_rows(device: str = "cpu") -> None:
             equal(combined, expected_combine(case, rank, lambda _: True), "combined_x after an overflow")
 
 
+def check_repeats(case: Case, device: str = "cpu") -> None:
+    """Calls whose arguments differ from those of earlier ones in their values only, and in where tensors begin.
+
+    Calls of a larger size between them replace the memory that the first ones used.
+    """
+    rank = dist.get_rank()
+    inputs = on(device, case.inputs(rank))
+    copies, counts = expert_copies(case, rank), torch.zeros(case.num_experts // case.num_ranks, dtype=torch.int32)
+    stats = counts.clone().to(device)
+    moved = torch.empty(inputs.x.numel() + 1, dtype=inputs.x.dtype, device=device)[1:].view_as(inputs.x)
+    sent = [case.inputs(r).x for r in range(case.num_ranks)]
+    with make_buffer(case, low_latency_mode=True) as buffer:
+
+        def step(x: Tensor, scale: int, most: int) -> None:
+            x.copy_(scale * inputs.x)
+            received, count, handle, _, _ = buffer.low_latency_dispatch(
+                x, inputs.topk_idx, most, case.num_experts, stats, use_fp8=False
+            )
+            check_packed(case, copies, [scale * one for one in sent], received, handle)
+            y = expert_output(case, rank, most * case.num_ranks).to(device)
+            combined, _, _ = buffer.low_latency_combine(y, inputs.topk_idx, inputs.topk_weights, handle)
+            equal(combined, expected_combine(case, rank, lambda _: False), "combined_x")
+            counts.add_(count.cpu())
+
+        mine = torch.empty_like(inputs.x)
+        for most in (case.max_tokens, case.max_tokens, 4 * case.max_tokens, case.max_tokens):
+            step(mine, 1, most)
+            step(mine, 2, most)
+            step(moved, 4, most)
+        equal(stats, counts, "receive statistics")
+        with pytest.raises(ConfigError, match="use_fp8 is 2"):
+            buffer.low_latency_dispatch(mine, inputs.topk_idx, case.max_tokens, case.num_experts, stats, use_fp8=2)
+
+
 def check_mixed_hooks(case: Case, device: str = "cpu") -> None:
     """Every rank decides by itself whether it takes a hook, and so whether it sums what it sends."""
     rank = dist.get_rank()

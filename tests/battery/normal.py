@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -25,6 +25,7 @@ __all__ = [
     "check_two_buffers",
     "dispatch",
     "make_buffer",
+    "unread_values",
 ]
 
 
@@ -212,17 +213,20 @@ def check_repeated(case: Case, device: str = "cpu") -> None:
                 equal(y, want_y.cpu(), "combined_x")
                 if turn == 3:
                     held.clear()
-        # `Buffer` repeats calls of tensors on a GPU.
         reference = case.reference()
         sources = reference.received(rank)
         n, want_x = len(sources), gather_rows(case, sources, [case.inputs(r).x for r in range(case.num_ranks)])
         for _ in range(3):
-            on_gpu = mock.patch.object(torch.Tensor, "is_cuda", True) if device == "cpu" else contextlib.nullcontext()
-            with on_gpu:
+            with unread_values():
                 recv_x, recv_idx, *_ = dispatch(buffer, case, inputs, num_worst_tokens=bound)
             equal(recv_x[:n], want_x, "recv_x")
             equal(recv_idx[:n], reference.received_topk(rank), "recv_topk_idx")
         assert sum(repeat is not None for repeat in buffer._passed.values()) == 1
+
+
+def unread_values() -> AbstractContextManager[object]:
+    """Inside, buffers repeat calls, as with tensors on a GPU, whose values are not checked."""
+    return mock.patch.object(torch.Tensor, "is_cuda", True)
 
 
 def _bytes(part: Tensor | None, num_rows: int) -> bytes | None:

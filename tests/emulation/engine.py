@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 from contextlib import AbstractContextManager
-from functools import lru_cache
+from functools import lru_cache, partialmethod
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -35,9 +35,10 @@ def install(module_path: str) -> None:
     _installed.append(module_path)
     native = _load("_cuda", module_path)
     # The CPU has no index, and they want one.
-    make_pool, tensors = native.SlotPool.__init__, native.LowLatencyPlan.tensors
+    make_pool, plan_type = native.SlotPool.__init__, native.LowLatencyPlan
     native.SlotPool.__init__ = lambda pool, **options: make_pool(pool, **options | {"device": 0})
-    native.LowLatencyPlan.tensors = lambda plan, memory, at, _, make: tensors(plan, memory, at, 0, make)
+    for make in ("counts", "tables"):
+        setattr(plan_type, make, partialmethod(_on_first_device, getattr(plan_type, make)))
     sys.modules["hybrid_ep._cuda"] = native
     hybrid_ep._cuda = native
 
@@ -81,6 +82,10 @@ def local_kernels() -> AbstractContextManager[object]:
     return mock.patch.multiple(
         kernels, native=hybrid_ep._cuda, run_on=lambda _: True, place_of=lambda _: {"device": 0, "stream": 0}
     )
+
+
+def _on_first_device(plan: Any, make: Any, memory: Any, address: int, _: Any, from_dlpack: Any) -> Any:
+    return make(plan, memory, address, 0, from_dlpack)
 
 
 def _beside(module_path: str) -> str:

@@ -36,10 +36,10 @@ class _Work(NamedTuple):
 
 # What each call takes; of functions, the most.
 _WORK = {
-    "low-latency dispatch": _Work(2, [], 45),
-    "low-latency combine": _Work(1, [], 45),
-    "low-latency dispatch with a hook": _Work(2, [], 55),
-    "low-latency combine with a hook": _Work(1, [], 55),
+    "low-latency dispatch": _Work(2, [], 36),
+    "low-latency combine": _Work(1, [], 40),
+    "low-latency dispatch with a hook": _Work(2, [], 53),
+    "low-latency combine with a hook": _Work(1, [], 51),
     "dispatch with a bound": _Work(0, [], 35),
     "cached dispatch": _Work(0, [], 45),
     "combine": _Work(1, [], 40),

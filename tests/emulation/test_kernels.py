@@ -104,6 +104,15 @@ def test_low_latency(run_emulated: RunEmulated, case: Case) -> None:
     run_emulated(case.num_ranks, "battery.low_latency.check_sums_over_rows", case)
 
 
+@_cases("two_ranks", "holes")
+@pytest.mark.parametrize(
+    ("check", "args"),
+    [("low_latency.check_repeats", ()), ("low_latency.check_low_latency", ("fp8",)), ("normal.check_bound", ())],
+)
+def test_repeated_calls(run_emulated: RunEmulated, case: Case, check: str, args: tuple[str, ...]) -> None:
+    run_emulated(case.num_ranks, "emulation.devices.check_unread", f"battery.{check}", case, *args)
+
+
 @pytest.mark.parametrize(
     ("case_id", "format_name"),
     [

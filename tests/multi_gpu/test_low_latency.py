@@ -68,6 +68,7 @@ def test_a_late_rank_is_waited_for(run_gpus: RunGpus) -> None:
 @every_case
 def test_mixed_hooks(run_gpus: RunGpus, case: Case) -> None:
     run_gpus(case.num_ranks, battery.check_mixed_hooks, case, "cuda")
+    run_gpus(case.num_ranks, battery.check_repeats, case, "cuda")
 
 
 @pytest.mark.parametrize(

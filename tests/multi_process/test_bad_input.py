@@ -533,10 +533,9 @@ def test_a_handle_of_another_engine_is_refused(buffer: Buffer) -> None:
     with pytest.raises(ConfigError, match=words):
         buffer.combine(rows, foreign)
     low_latency = low_latency_handle(buffer)
+    low_latency.state = None
     with pytest.raises(ConfigError, match=words):
-        buffer.low_latency_combine(
-            torch.ones(E, 8, H, dtype=torch.bfloat16), TOPK, WEIGHTS, low_latency._replace(state=None)
-        )
+        buffer.low_latency_combine(torch.ones(E, 8, H, dtype=torch.bfloat16), TOPK, WEIGHTS, low_latency)
     with HybridEPBuffer(None, H, T, E) as hybrid:
         rows, _, _, _, permuted = hybrid.dispatch_with_permute(hidden=X, topk_idx=TOPK, num_of_experts=E)
         permuted.permute = permuted.permute._replace(state=object())

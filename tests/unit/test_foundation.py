@@ -86,6 +86,12 @@ def test_traits_differ_where_a_check_could(monkeypatch: pytest.MonkeyPatch, read
         tensor.to_sparse(),
         tensor.tolist(),
         None,
+        True,
+        False,
+        0,
+        1,
+        -(2**63),
+        2**63,
     )
     seen = [traits(each) for each in (tensor, *other)]
     assert len(set(seen)) == len(seen)

@@ -14,19 +14,28 @@ namespace {
 
 namespace py = pybind11;
 
-// Tensors over what callers see of a dispatch's results: counts, src_info and layout_range. Each keeps `memory`, which
-// is at the address; `from_dlpack` makes a tensor of a capsule.
-py::tuple make_tensors(const LowLatencyPlan& plan, const py::object& memory, uintptr_t address, int device,
+// A tensor over a part of a dispatch's results, which are at `address`: it begins after so many int32. It keeps
+// `memory`. `from_dlpack` makes a tensor of a capsule.
+py::object make_tensor(const py::object& memory, uintptr_t address, int device, const py::object& from_dlpack,
+                       int64_t begin, std::vector<int64_t> sizes, uint8_t bits) {
+  return from_dlpack(
+      make_capsule(address + begin * sizeof(int32_t), std::move(sizes), {kInt, bits}, device, [memory] {}));
+}
+
+py::object make_counts(const LowLatencyPlan& plan, const py::object& memory, uintptr_t address, int device,
                        const py::object& from_dlpack) {
-  const auto tensor = [&](int64_t begin, std::vector<int64_t> sizes, uint8_t bits) {
-    return from_dlpack(
-        make_capsule(address + begin * sizeof(int32_t), std::move(sizes), {kInt, bits}, device, [memory] {}));
-  };
+  const int64_t num_local = plan.shape.num_experts / plan.num_ranks;
+  return make_tensor(memory, address, device, from_dlpack, plan.results.counts, {num_local}, 32);
+}
+
+// src_info and layout_range.
+py::tuple make_tables(const LowLatencyPlan& plan, const py::object& memory, uintptr_t address, int device,
+                      const py::object& from_dlpack) {
   const int64_t num_local = plan.shape.num_experts / plan.num_ranks;
   const int64_t num_sources = static_cast<int64_t>(plan.num_ranks) * plan.shape.max_tokens;
-  return py::make_tuple(tensor(plan.results.counts, {num_local}, 32),
-                        tensor(plan.results.src_info, {num_local, num_sources}, 32),
-                        tensor(plan.results.layout_range, {num_local, plan.num_ranks}, 64));
+  return py::make_tuple(
+      make_tensor(memory, address, device, from_dlpack, plan.results.src_info, {num_local, num_sources}, 32),
+      make_tensor(memory, address, device, from_dlpack, plan.results.layout_range, {num_local, plan.num_ranks}, 64));
 }
 
 TokensOut tokens_out(uintptr_t rows, uintptr_t topk_idx, int num_tokens, uintptr_t global_scale, uint32_t counter) {
@@ -140,7 +149,8 @@ void add_low_latency(py::module_& module) {
                              })
       .def("compared", &LowLatencyPlan::compared)
       .def("peer_chunk_bytes", &peer_chunk_bytes, py::arg("group_size"))
-      .def("tensors", &make_tensors, py::arg("memory"), py::arg("address"), py::arg("device"), py::arg("from_dlpack"));
+      .def("counts", &make_counts, py::arg("memory"), py::arg("address"), py::arg("device"), py::arg("from_dlpack"))
+      .def("tables", &make_tables, py::arg("memory"), py::arg("address"), py::arg("device"), py::arg("from_dlpack"));
   py::class_<LowLatencyRegion>(module, "LowLatencyRegion")
       .def(py::init<const Communicator&, const std::vector<uintptr_t>&, const LowLatencyCapacity&, bool>(),
            py::kw_only(), py::arg("communicator"), py::arg("memory"), py::arg("capacity"), py::arg("takes_masks"),
