@@ -84,7 +84,7 @@ struct BetweenLayout {
   int64_t rows_written;  // uint32 [D][S] rows written of the chunk in the slot: acq_rel additions at GPU scope
   int64_t rows_read;     // uint32 [D][S] rows read of the chunk in the slot: the same
   int64_t slots_read;    // uint32 [D][S] slots read of each group, in this lap: the same
-  // uint32 [kMaxTokens] epoch of the combine that has last summed each chunk of this domain's rows: release, acquire at
+  // uint32 [kMaxTokens] epoch of the combine that has last summed each part of this domain's rows: release, acquire at
   // GPU scope
   int64_t own_epoch;
   int64_t items;  // uint32 [D] next work index towards each domain, 0 between kernels: relaxed at GPU scope

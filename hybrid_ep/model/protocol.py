@@ -7,6 +7,7 @@ It follows csrc/layout/between_layout.h, csrc/kernels/between/chunk_stream.cuh, 
   for its chunk, even if other chunks are ready.
 - In combine rows are pushed for all domains in turn, chunk by chunk. A warp that sums claims a chunk of any domain, but
   only one whose slot is free. A warp at home takes tokens in order, and does not wait while it holds rows.
+- A warp takes a whole chunk here. The kernels' warps take parts of one, which wait for the same slot.
 
 One rank is simulated for each domain, because only peers exchange chunks. The other ranks of a domain are a rate.
 Arrivals may come in any order. `ProtocolError` reports that a slot was overwritten, or that a chunk is not the one that

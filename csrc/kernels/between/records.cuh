@@ -17,6 +17,18 @@ __device__ int num_chunks(const RecordLayout& layout, int num_records) {
   return (num_records + layout.per_chunk - 1) / layout.per_chunk;
 }
 
+// The parts of all chunks of a stream are numbered. No part belongs to two chunks.
+__device__ int parts_per_chunk(const RecordLayout& layout) {
+  return (layout.per_chunk + kRowsOfPart - 1) / kRowsOfPart;
+}
+__device__ int part_of(const RecordLayout& layout, int record) {
+  return record / layout.per_chunk * parts_per_chunk(layout) + record % layout.per_chunk / kRowsOfPart;
+}
+__device__ int first_record(const RecordLayout& layout, int part) {
+  const int num_parts = parts_per_chunk(layout);
+  return part / num_parts * layout.per_chunk + part % num_parts * kRowsOfPart;
+}
+
 // A record of the stream to or from another domain.
 struct Record {
   int domain, index;      // of the domain's records
@@ -60,7 +72,7 @@ class Records {
   // Claims a part, and returns its first record. Returns false if there is none.
   __device__ bool next_part(Record& part) {
     const int num_peers = grid_.num_domains - 1, per_chunk = layout_.per_chunk;
-    const int num_parts = (per_chunk + kRowsOfPart - 1) / kRowsOfPart;
+    const int num_parts = parts_per_chunk(layout_);
     while (true) {
       const int number = items_.take(), stream = number / num_parts;
       if (stream >= most_chunks_ * num_peers) return false;

@@ -14,9 +14,9 @@ namespace hybrid_ep {
 namespace {
 
 // Sums, for sum_rows, the partial rows of what the peers have sent here and of this rank's own tokens that stay. A warp
-// claims chunk after chunk, of any domain whose next slot is free. It holds no rows while it waits for a credit, which
-// may depend on its chunks to other domains. Rows are named `domain << kIndexBits | index`, for the warp
-// looks ahead over the end of a chunk.
+// claims part after part of chunks, of any domain whose next slot is free. It holds no rows while it waits for a
+// credit, which may depend on its rows for other domains. Rows are named `domain << kIndexBits | index`, for the warp
+// looks ahead over the end of a part.
 template <typename Link>
 class DomainSums {
  public:
@@ -32,7 +32,7 @@ class DomainSums {
         waiter_(waiter),
         link_(link),
         epoch_(epoch),
-        chunks_(own_part<uint32_t>(params.between, params.between.layout.items)),
+        parts_(own_part<uint32_t>(params.between, params.between.layout.items)),
         last_flags_(last_flags),
         run_rows_(rows_per_run(params)),
         turn_(first_domain) {
@@ -48,7 +48,7 @@ class DomainSums {
   __device__ bool is_done() const { return !ok_ || all_claimed_; }
 
   __device__ bool next(SourceWalk<1, uint8_t>& walk) {
-    while (next_index_ < chunk_end_ || claim()) {
+    while (next_index_ < part_end_ || claim()) {
       if (!slot_is_free()) return false;
       const int destination = destination_here(next_destination_);
       if (!rows_are_here(destination)) return false;
@@ -56,7 +56,7 @@ class DomainSums {
       row_ = domain_ << kIndexBits | next_index_++;
       if (__popc(__ballot_sync(kAllLanes, rows[0] != nullptr)) == 1) row_ |= kIsCopy;
       ++num_open_;
-      if (next_index_ < chunk_end_) next_destination_ = load_destination(domain_, next_index_);
+      if (next_index_ < part_end_) next_destination_ = load_destination(domain_, next_index_);
       walk = SourceWalk<1, uint8_t>(rows);
       if (!walk.is_done()) return true;
       store_nothing(*this, row_);
@@ -84,29 +84,31 @@ class DomainSums {
     --num_open_;
     if (params_.num_weights > 0) sum_weights_of(row);
     note_stored(row);
-    const StoredChunk& chunk = stored_;
-    if ((row & ~kIsCopy) < chunk.end - 1) return;
+    const StoredPart& part = stored_;
+    if ((row & ~kIsCopy) < part.end - 1) return;
     ptx::bulk_wait_written<0>();
     __syncwarp();
-    const int domain = domain_of(row), num_rows = chunk.end - chunk.begin;
+    const int domain = domain_of(row);
     if (is_own(domain)) {
       auto* own_epoch = own_part<uint32_t>(params_.between, params_.between.layout.own_epoch);
-      if (threadIdx.x % 32 == 0) ptx::store_release_gpu(own_epoch + chunk.number, epoch_);
+      if (threadIdx.x % 32 == 0) ptx::store_release_gpu(own_epoch + part_of(params_.record, index_of(row)), epoch_);
       return;
     }
-    ok_ = __all_sync(kAllLanes, ok_) &&
-          stream(domain).send(kControlChunks + chunk.number, num_rows * params_.record.num_bytes, num_rows);
+    const int num_rows = part.end - part.begin;
+    ok_ =
+        __all_sync(kAllLanes, ok_) && stream(domain).write_rows(kControlChunks + part.chunk, num_rows, part.chunk_rows,
+                                                                part.chunk_rows * params_.record.num_bytes);
   }
 
  private:
   static constexpr int kIndexBits = 16, kIsCopy = 1 << 30;
   static_assert(kMaxTokens <= 1 << kIndexBits && kMaxDomains << kIndexBits <= kIsCopy);
 
-  // A chunk whose rows are being stored. The warp may have looked ahead to the rows of a later one.
-  struct StoredChunk {
-    int begin, end;  // as rows are named
-    int number;
-    uint8_t* results;  // of its rows, result_bytes apart
+  // A part whose rows are being stored. The warp may have looked ahead to the rows of a later one.
+  struct StoredPart {
+    int begin, end;         // as rows are named
+    int chunk, chunk_rows;  // of its domain
+    uint8_t* results;       // of its rows, result_bytes apart
     int result_bytes;
   };
 
@@ -118,69 +120,74 @@ class DomainSums {
   __device__ ChunkStream<Link> stream(int domain) const {
     return {params_.between, waiter_, link_, domain, streams_.first};
   }
-  __device__ bool is_free(int domain, int chunk) const {
-    return is_own(domain) || stream(domain).is_free(kControlChunks + chunk);
+  __device__ bool is_free(int domain, int part) const {
+    return is_own(domain) || stream(domain).is_free(kControlChunks + part / parts_per_chunk(params_.record));
   }
 
-  // Claims a chunk. Waits for one that has a free slot only if the warp holds no rows. Returns false if it has none.
+  // Claims a part. Waits for one whose slot is free only if the warp holds no rows. Returns false if it has none.
   __device__ bool claim() {
     while (ok_ && !all_claimed_) {
       int blocked = -1;
-      if (claim_free_chunk(blocked)) return true;
+      if (claim_free_part(blocked)) return true;
       if (all_claimed_ || num_open_ > 0) return false;
-      if (blocked < 0) continue;  // other warps have claimed the last chunks of a domain
+      if (blocked < 0) continue;  // other warps have claimed the last parts of a domain
       const ChunkStream<Link> waits_for = stream(blocked);
       const int peer = kRankElsewhere + params_.between.grid.peer_in(blocked);
-      const bool is_free = threadIdx.x % 32 > 0 || waiter_.until([&] { return has_free_chunk(); }, waits_for.lost(),
+      const bool is_free = threadIdx.x % 32 > 0 || waiter_.until([&] { return has_free_part(); }, waits_for.lost(),
                                                                  epoch_, peer, WaitTag::kCredits);
       ok_ = __all_sync(kAllLanes, is_free);
     }
     return false;
   }
 
-  // Claims the next chunk of the first domain, from the warp's turn on, that has one with a free slot. `blocked` is a
-  // domain whose slot is not free. If other warps claim at the same time, the warp gets a later chunk, whose slot may
+  // Claims the next part of the first domain, from the warp's turn on, that has one with a free slot. `blocked` is a
+  // domain whose slot is not free. If other warps claim at the same time, the warp gets a later part, whose slot may
   // not be free yet. Collective.
-  __device__ bool claim_free_chunk(int& blocked) {
-    const int num_domains = params_.between.grid.num_domains, per_chunk = params_.record.per_chunk;
+  __device__ bool claim_free_part(int& blocked) {
+    const int num_domains = params_.between.grid.num_domains;
     bool is_left = false;
     for (int first = 0; first < num_domains; first += 32) {
       const int i = first + threadIdx.x % 32, domain = (turn_ + i) % num_domains;
-      const int chunk = i < num_domains ? static_cast<int>(ptx::load_relaxed_gpu(chunks_ + domain)) : 0;
+      const int part = i < num_domains ? static_cast<int>(ptx::load_relaxed_gpu(parts_ + domain)) : 0;
       const int end = i < num_domains ? num_records(domain) : 0;
-      const bool has_chunk = chunk * per_chunk < end, can_claim = has_chunk && is_free(domain, chunk);
-      is_left |= __ballot_sync(kAllLanes, has_chunk) != 0;
+      const bool has_part = first_record(params_.record, part) < end, can_claim = has_part && is_free(domain, part);
+      is_left |= __ballot_sync(kAllLanes, has_part) != 0;
       for (unsigned left = __ballot_sync(kAllLanes, can_claim); left != 0; left &= left - 1) {
         const int holder = __ffs(left) - 1;
         const bool claims = static_cast<int>(threadIdx.x % 32) == holder;
-        const int claimed = claims ? static_cast<int>(ptx::increment_relaxed_gpu(chunks_ + domain)) : 0;
-        const int first_record = __shfl_sync(kAllLanes, claimed, holder) * per_chunk;
+        const int claimed = claims ? static_cast<int>(ptx::increment_relaxed_gpu(parts_ + domain)) : 0;
+        const int begin = first_record(params_.record, __shfl_sync(kAllLanes, claimed, holder));
         const int num_records = __shfl_sync(kAllLanes, end, holder);
-        if (first_record >= num_records) continue;
-        begin_chunk(__shfl_sync(kAllLanes, domain, holder), first_record, num_records);
+        if (begin >= num_records) continue;
+        begin_part(__shfl_sync(kAllLanes, domain, holder), begin, num_records);
         return true;
       }
-      const unsigned without_slot = __ballot_sync(kAllLanes, has_chunk && !can_claim);
+      const unsigned without_slot = __ballot_sync(kAllLanes, has_part && !can_claim);
       if (without_slot != 0 && blocked < 0) blocked = __shfl_sync(kAllLanes, domain, __ffs(without_slot) - 1);
     }
     all_claimed_ = !is_left;
     return false;
   }
 
-  __device__ void begin_chunk(int domain, int first, int num_records) {
+  __device__ void begin_part(int domain, int begin, int num_records) {
     domain_ = domain;
-    next_index_ = first;
-    chunk_end_ = min(first + params_.record.per_chunk, num_records);
+    next_index_ = begin;
+    part_end_ = end_of_part(begin, num_records);
     turn_ = domain + 1;
-    next_destination_ = load_destination(domain, first);
+    next_destination_ = load_destination(domain, begin);
     has_slot_ = false;
   }
 
-  // Whether the slot of the warp's chunk is free; waits for it if the warp holds no rows. Collective.
+  __device__ int end_of_part(int begin, int num_records) const {
+    const int per_chunk = params_.record.per_chunk, chunk_end = (begin / per_chunk + 1) * per_chunk;
+    return min(begin + kRowsOfPart, min(chunk_end, num_records));
+  }
+
+  // Whether the slot of the warp's part is free; waits for it if the warp holds no rows. Collective.
   __device__ bool slot_is_free() {
     if (has_slot_) return true;
     const int chunk = next_index_ / params_.record.per_chunk;
-    has_slot_ = __all_sync(kAllLanes, is_free(domain_, chunk));
+    has_slot_ = __all_sync(kAllLanes, is_free(domain_, part_of(params_.record, next_index_)));
     if (has_slot_ || num_open_ > 0) return has_slot_;
     ok_ = __all_sync(kAllLanes, threadIdx.x % 32 > 0 || stream(domain_).wait_free(kControlChunks + chunk));
     __syncwarp();  // passes on what lane 0 has acquired
@@ -188,13 +195,13 @@ class DomainSums {
     return ok_;
   }
 
-  // Whether some domain has a chunk with a free slot, or none has one that is not claimed. One thread.
-  __device__ bool has_free_chunk() const {
+  // Whether some domain has a part with a free slot, or none has one that is not claimed. One thread.
+  __device__ bool has_free_part() const {
     bool is_left = false;
     for (int domain = 0; domain < params_.between.grid.num_domains; ++domain) {
-      const int chunk = static_cast<int>(ptx::load_relaxed_gpu(chunks_ + domain));
-      if (chunk * params_.record.per_chunk >= num_records(domain)) continue;
-      if (is_free(domain, chunk)) return true;
+      const int part = static_cast<int>(ptx::load_relaxed_gpu(parts_ + domain));
+      if (first_record(params_.record, part) >= num_records(domain)) continue;
+      if (is_free(domain, part)) return true;
       is_left = true;
     }
     return !is_left;
@@ -267,19 +274,21 @@ class DomainSums {
     return reinterpret_cast<const T*>(between.domain.arena[between.domain.rank] + offset) + row * width;
   }
 
-  // Makes stored_ the chunk of a row.
+  // Makes stored_ the part of a row, which begins there if it is another one.
   __device__ void note_stored(int row) {
     row &= ~kIsCopy;
     if (row >= stored_.begin && row < stored_.end) return;
-    const int domain = domain_of(row), index = index_of(row), per_chunk = params_.record.per_chunk;
-    const int number = index / per_chunk, begin = number * per_chunk, end = min(begin + per_chunk, num_records(domain));
-    stored_ = {row - index + begin, row - index + end, number, nullptr, 0};
+    const int domain = domain_of(row), begin = index_of(row), per_chunk = params_.record.per_chunk;
+    const int chunk = begin / per_chunk, in_chunk = begin % per_chunk, num_records = this->num_records(domain);
+    stored_ = {row,     row - begin + end_of_part(begin, num_records),
+               chunk,   min(per_chunk, num_records - begin + in_chunk),
+               nullptr, 0};
     if (is_own(domain)) {
       stored_.result_bytes = params_.row_bytes;
       stored_.results = params_.own_sums + static_cast<int64_t>(begin) * params_.row_bytes;
     } else {
       stored_.result_bytes = params_.record.num_bytes;
-      stored_.results = stream(domain).send_slot(kControlChunks + number);
+      stored_.results = stream(domain).send_slot(kControlChunks + chunk) + in_chunk * params_.record.num_bytes;
     }
   }
 
@@ -303,16 +312,16 @@ class DomainSums {
   const Waiter& waiter_;
   const Link& link_;
   const uint32_t epoch_;
-  uint32_t* const chunks_;  // [D] claimed of each domain
-  int* const last_flags_;   // for each rank the flag that was seen last, of a run that has arrived
+  uint32_t* const parts_;  // [D] claimed of each domain
+  int* const last_flags_;  // for each rank the flag that was seen last, of a run that has arrived
   const int run_rows_;
   int turn_;  // domain that is asked first for a chunk
-  int domain_ = 0, next_index_ = 0, chunk_end_ = 0;
+  int domain_ = 0, next_index_ = 0, part_end_ = 0;
   int next_destination_ = -1;  // of the next record, as the route has it; loaded while the row before is summed
   int row_ = -1;
-  StoredChunk stored_{};
+  StoredPart stored_{};
   int num_open_ = 0;       // rows that are not summed yet
-  bool has_slot_ = false;  // the chunk's slot is free
+  bool has_slot_ = false;  // the slot of the part's chunk is free
   bool all_claimed_ = false, ok_ = true;
 };
 

@@ -167,7 +167,12 @@ class HomeSums {
     for (int q = 0; q < kSourcesPerLane; ++q) indices_[q] = index_in(next_token_, domain_of_lane(q));
   }
 
-  // Whether a chunk of sums has arrived. Acquires for the calling thread.
+  // The chunk of the next token's sum from the lane's q-th domain; of the own domain, the part.
+  __device__ int next_chunk(int q) const {
+    return is_own(domain_of_lane(q)) ? part_of(params_.record, indices_[q]) : indices_[q] / params_.record.per_chunk;
+  }
+
+  // Whether a chunk of sums, or a part of the own domain's, has arrived. Acquires for the calling thread.
   __device__ bool is_here(int q, int chunk) const {
     const int domain = domain_of_lane(q);
     if (is_in_place(domain)) return true;
@@ -185,7 +190,7 @@ class HomeSums {
     bool all_here = true, is_new = false;
 #pragma unroll
     for (int q = 0; q < kSourcesPerLane; ++q) {
-      const int chunk = indices_[q] / params_.record.per_chunk;
+      const int chunk = next_chunk(q);
       if (indices_[q] < 0 || chunk == known_chunk_[q]) continue;
       if (is_here(q, chunk)) {
         note_here(q, chunk);
@@ -203,7 +208,7 @@ class HomeSums {
     return_reads();
 #pragma unroll
     for (int q = 0; q < kSourcesPerLane; ++q) {
-      const int domain = domain_of_lane(q), chunk = indices_[q] / params_.record.per_chunk;
+      const int domain = domain_of_lane(q), chunk = next_chunk(q);
       if (indices_[q] < 0 || chunk == known_chunk_[q]) continue;
       if (is_own(domain)) {
         ok_ &= own_waiter_.until([&] { return is_here(q, chunk); }, [] { return 0u; }, epoch_,

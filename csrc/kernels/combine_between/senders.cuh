@@ -4,7 +4,6 @@
 //     rank alone in its domain: parts of x ─ send_runs ─► slot of a chunk ─ report ─► link, with the chunk's last part
 #pragma once
 
-#include "kernels/between/records.cuh"
 #include "kernels/combine/chunk_reports.cuh"
 #include "kernels/combine_between/tables.cuh"
 

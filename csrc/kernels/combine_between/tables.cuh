@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/between/chunk_stream.cuh"
+#include "kernels/between/records.cuh"
 #include "kernels/combine/send_runs.cuh"
 
 namespace hybrid_ep {
