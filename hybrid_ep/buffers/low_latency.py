@@ -174,8 +174,12 @@ class LowLatencyCalls(LowLatencyArguments):
             rows, counts, handle, finish = repeat(x, topk_idx, x_global_scale, waits)
             if stats is not None:
                 finish = _then_add(finish, counts, stats)
-            self._receive(engine, finish)
-            return _as_returned(rows, use_nvfp4), counts, handle, EventOverlap(), None
+            hook = None
+            if return_recv_hook:
+                hook = _ReceiveHook(self, finish)
+            else:
+                self._receive(engine, finish)
+            return _as_returned(rows, use_nvfp4), counts, handle, EventOverlap(), hook
         try:
             if given not in self._passed:
                 require_int("num_max_dispatch_tokens_per_rank", max_tokens, minimum=1)
@@ -216,7 +220,7 @@ class LowLatencyCalls(LowLatencyArguments):
             else:
                 self._receive(engine, finish)
         event = self._comm_stream.finish(None, async_finish, (*tensors, *rows, handle.memory))
-        is_plain = not async_finish and not return_recv_hook and request.data is x and request.topk_idx is topk_idx
+        is_plain = not async_finish and request.data is x and request.topk_idx is topk_idx
         if is_plain and given in self._passed:
             self._passed[given] = engine.repeat_of_low_latency(request)
         return _as_returned(rows, use_nvfp4), counts, handle, event, hook

@@ -135,13 +135,16 @@ class CudaLowLatency(LowLatencyFaults):
 
     def repeat_of(self, request: LowLatencyDispatchRequest) -> RepeatedLowLatencyDispatch:
         """As `Engine.repeat_of_low_latency`."""
-        plan = self._plan_for(request)  # no tensors are kept: this may outlive them
+        # No tensors are kept: this may outlive them.
+        plan, return_recv_hook = self._plan_for(request), request.return_recv_hook
 
         def repeat(
             data: Tensor, topk_idx: Tensor, global_scale: Tensor | None, wait_stats: Tensor | None
         ) -> LowLatencyDispatched:
             self._look_for_loss()
-            return self._dispatch(plan, aligned(data), topk_idx, global_scale, wait_stats)
+            return self._dispatch(
+                plan, aligned(data), topk_idx, global_scale, wait_stats, return_recv_hook=return_recv_hook
+            )
 
         return repeat
 
@@ -153,7 +156,7 @@ class CudaLowLatency(LowLatencyFaults):
         global_scale: Tensor | None,
         wait_stats: Tensor | None,
         *,
-        return_recv_hook: bool = False,
+        return_recv_hook: bool,
     ) -> LowLatencyDispatched:
         """Dispatches with a plan that the region covers, as it does from the plan's first call on."""
         region, native, index, buffers = self._regions[-1].native, plan.native, self._index, self._dispatches

@@ -38,7 +38,7 @@ class _Work(NamedTuple):
 _WORK = {
     "low-latency dispatch": _Work(2, [], 36),
     "low-latency combine": _Work(1, [], 40),
-    "low-latency dispatch with a hook": _Work(2, [], 53),
+    "low-latency dispatch with a hook": _Work(2, [], 45),
     "low-latency combine with a hook": _Work(1, [], 51),
     "dispatch with a bound": _Work(0, [], 35),
     "cached dispatch": _Work(0, [], 45),
