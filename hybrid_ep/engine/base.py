@@ -275,7 +275,7 @@ class Engine(abc.ABC):
         """
 
     def repeat_of_low_latency(self, request: LowLatencyDispatchRequest) -> RepeatedLowLatencyDispatch | None:
-        """Local: `repeat_of` for a low-latency dispatch; takes rows, top-k indices, global scale and wait statistics."""
+        """Local: `repeat_of` for a low-latency dispatch. Takes rows, top-k indices, global scale, wait statistics."""
         return None
 
     @abc.abstractmethod
