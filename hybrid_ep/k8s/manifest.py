@@ -161,7 +161,11 @@ class Manifest:
                 yield PodTemplate(json_path("$", parts), role, content, self._num_pods(parts), claims, is_bare)
 
     def written(self, path: str) -> str:
-        """A path below a Pod template as the object has it: of a Pod's spec without a template, without ``.spec``."""
+        """A path of a rule as the object has it: below a Pod's spec without a template, without ``.spec``; of a
+        TrainJob's trainer, with its own name for resources.
+        """
+        if self.kind == "TrainJob":
+            return path.replace("$.spec.trainer.resources.", "$.spec.trainer.resourcesPerNode.")
         for template in self.pod_templates():
             if template.is_bare and path.startswith(f"{template.path}.spec"):
                 return template.path + path.removeprefix(f"{template.path}.spec")

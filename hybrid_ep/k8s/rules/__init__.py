@@ -4,8 +4,8 @@ A rule is a function over one manifest, or over all of one build, that yields fi
 its id, level and docstring. Tests break a shipped overlay for each rule, and that rule alone must find it.
 """
 
-from hybrid_ep.k8s.rules import claims, fabric, fields, jobs, mpijob, network, nodes, pods, references
+from hybrid_ep.k8s.rules import claims, fabric, fields, jobs, mpijob, network, nodes, pod_security, pods, references
 from hybrid_ep.k8s.rules.registry import RULES, Rule, check_rules
 
 __all__ = ["RULES", "Rule", "check_rules", "claims", "fabric", "fields", "jobs", "mpijob", "network", "nodes", "pods"]
-__all__ += ["references"]
+__all__ += ["pod_security", "references"]

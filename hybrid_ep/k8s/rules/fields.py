@@ -10,7 +10,7 @@ from typing import Any
 
 from hybrid_ep.k8s.manifest import Manifest, PodTemplate, json_path
 from hybrid_ep.k8s.problem import Level
-from hybrid_ep.k8s.rules.parts import NETWORKS, containers, items, security, spec_of
+from hybrid_ep.k8s.rules.parts import NETWORKS, containers, fits, items, spec_of
 from hybrid_ep.k8s.rules.registry import Finding, Found, rule
 from hybrid_ep.k8s.schema import LABEL_VALUE
 
@@ -113,8 +113,9 @@ def _expressions(template: PodTemplate) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @rule("probe", Level.ERROR)
 def _probe(manifest: Manifest) -> Found:
-    """A probe has one handler. The successThreshold of a livenessProbe and a startupProbe is 1. An init container has
-    probes and a lifecycle only as a sidecar, with restartPolicy `Always`.
+    """A probe has one handler. The successThreshold of a livenessProbe and a startupProbe is 1, and a readinessProbe,
+    which ends no container, has no terminationGracePeriodSeconds. An init container has probes and a lifecycle only as
+    a sidecar, with restartPolicy `Always`.
     """
     for template in manifest.pod_templates():
         for path, container in containers(template, init=True):
@@ -132,6 +133,9 @@ def _probe(manifest: Manifest) -> Found:
                     yield Finding(f"{path}.{name}", f"{found}; allowed: one of {', '.join(_HANDLERS)}")
                 if name != "readinessProbe" and probe.get("successThreshold") not in (None, 0, 1):
                     yield Finding(f"{path}.{name}.successThreshold", f"{probe['successThreshold']}; allowed: 1")
+                if name == "readinessProbe" and probe.get("terminationGracePeriodSeconds") is not None:
+                    seen = f"{probe['terminationGracePeriodSeconds']} of a readinessProbe"
+                    yield Finding(f"{path}.{name}.terminationGracePeriodSeconds", f"{seen}; allowed: none")
                 if runs_to_end:
                     message = "of a container that runs to its end; allowed: with restartPolicy Always"
                     yield Finding(f"{path}.{name}", message)
@@ -205,10 +209,13 @@ def _image_name(manifest: Manifest) -> Found:
                 yield Finding(f"{path}.image", message)
 
 
+_APP_ARMOR = "container.apparmor.security.beta.kubernetes.io"
+
+
 @rule("security-context", Level.ERROR)
 def _security_context(manifest: Manifest) -> Found:
-    """A seccomp profile of type `Localhost` names its file, others name none. A Pod with users of its own shares no
-    namespace with the host.
+    """A profile of seccomp or AppArmor of type `Localhost` names its file, others name none. An annotation for AppArmor
+    names a container of the Pod. A Pod with users of its own shares no namespace with the host.
     """
     for template in manifest.pod_templates():
         spec = spec_of(template)
@@ -216,15 +223,20 @@ def _security_context(manifest: Manifest) -> Found:
             for name in ("hostIPC", "hostNetwork", "hostPID"):
                 if spec.get(name):
                     yield Finding(f"{template.path}.spec.{name}", "true with hostUsers false; allowed: false")
-        for path, container in containers(template, init=True):
-            profile = security(template, container).get("seccompProfile") or {}
-            where = path if "seccompProfile" in (container.get("securityContext") or {}) else f"{template.path}.spec"
-            if profile.get("type") and (profile["type"] == "Localhost") != bool(profile.get("localhostProfile")):
-                message = (
-                    f"{profile['type']} and the file {profile.get('localhostProfile')!r}; allowed: Localhost and a file"
-                )
-                yield Finding(f"{where}.securityContext.seccompProfile", message)
-                break
+        owners = [(f"{template.path}.spec", spec), *containers(template, init=True)]
+        for path, owner in owners:
+            for kind in ("seccompProfile", "appArmorProfile"):
+                profile = (owner.get("securityContext") or {}).get(kind) or {}
+                file = profile.get("localhostProfile")
+                if profile.get("type") and (profile["type"] == "Localhost") != bool(file):
+                    message = f"{profile['type']} and the file {file!r}; allowed: Localhost and a file"
+                    yield Finding(f"{path}.securityContext.{kind}", message)
+        names = [str(container.get("name")) for _, container in containers(template, init=True)]
+        for annotation in (template.content.get("metadata") or {}).get("annotations") or {}:
+            prefix, _, named = str(annotation).partition("/")
+            if prefix == _APP_ARMOR and named not in names:
+                where = json_path(f"{template.path}.metadata.annotations", [annotation])
+                yield Finding(where, f"{named!r}; allowed: {', '.join(names)}")
 
 
 # Those that every kubelet accepts (kubernetes.io, "Using sysctls in a Kubernetes cluster", for 1.34).
@@ -262,10 +274,15 @@ def _dns_policy(manifest: Manifest) -> Found:
             yield Finding(f"{template.path}.spec.dnsPolicy", message, Level.WARNING)
 
 
+_QUEUE = "kueue.x-k8s.io/queue-name"
+_QUEUED = ("Job", "JobSet", "MPIJob", "PyTorchJob")  # Kueue admits them as a whole
+
+
 @rule("pod-annotation", Level.WARNING)
 def _pod_annotation(manifest: Manifest) -> Found:
     """Networks and Kueue's topology are in the annotations of the Pod template, and Kueue's queue is a label of the
-    workload: elsewhere they have no effect. Of Kueue's topologies a Pod asks for one.
+    workload: elsewhere they have no effect. Nor have networks under hostNetwork. Of Kueue's topologies a Pod asks for
+    one.
     """
     for template in manifest.pod_templates():
         given = (template.content.get("metadata") or {}).get("annotations") or {}
@@ -273,6 +290,14 @@ def _pod_annotation(manifest: Manifest) -> Found:
         if len(kueue) > 1:
             path = json_path(f"{template.path}.metadata.annotations", [kueue[1]])
             yield Finding(path, f"beside {kueue[0]}; allowed: one of them")
+        for name in NETWORKS if spec_of(template).get("hostNetwork") else ():
+            if name in given:
+                where = json_path(f"{template.path}.metadata.annotations", [name])
+                yield Finding(where, "with hostNetwork, which has the node's networks alone; allowed: one of them")
+        labels = (template.content.get("metadata") or {}).get("labels") or {}
+        if manifest.kind in _QUEUED and _QUEUE in labels and _QUEUE not in (manifest.metadata.get("labels") or {}):
+            where = json_path(f"{template.path}.metadata.labels", [_QUEUE])
+            yield Finding(where, f"{labels[_QUEUE]!r} of the Pods; allowed: at $.metadata.labels, for all of them")
     for name, value in (manifest.metadata.get("annotations") or {}).items():
         where = json_path("$.metadata.annotations", [name])
         of_pods = name in (*NETWORKS, "networking.gke.io/default-interface") or name.startswith(
@@ -281,8 +306,29 @@ def _pod_annotation(manifest: Manifest) -> Found:
         templates = [template.path for template in manifest.pod_templates()]
         if of_pods and templates and manifest.kind != "Pod":
             yield Finding(where, f"{value!r} of the {manifest.kind}; allowed: at {templates[0]}.metadata.annotations")
-        if name == "kueue.x-k8s.io/queue-name" and name not in (manifest.metadata.get("labels") or {}):
+        if name == _QUEUE and name not in (manifest.metadata.get("labels") or {}):
             yield Finding(where, f"{value!r} as an annotation; allowed: as a label")
+
+
+@rule("topology-spread", Level.ERROR)
+def _topology_spread(manifest: Manifest) -> Found:
+    """A Pod is spread over a kind of topology once for each whenUnsatisfiable, with minDomains only where that is
+    `DoNotSchedule`. The constraint selects the Pod itself: it counts other Pods only otherwise.
+    """
+    for template in manifest.pod_templates():
+        labels, seen = (template.content.get("metadata") or {}).get("labels") or {}, set()
+        for i, each in enumerate(items(spec_of(template), "topologySpreadConstraints")):
+            path, when = f"{template.path}.spec.topologySpreadConstraints[{i}]", each.get("whenUnsatisfiable")
+            if (each.get("topologyKey"), when) in seen:
+                yield Finding(path, f"{each.get('topologyKey')} with {when} again; allowed: once")
+            seen.add((each.get("topologyKey"), when))
+            if each.get("minDomains") is not None and when != "DoNotSchedule":
+                message = f"{each['minDomains']} with {when}; allowed: with DoNotSchedule"
+                yield Finding(f"{path}.minDomains", message)
+            wanted = (each.get("labelSelector") or {}).get("matchLabels") or {}
+            if wanted and not fits(wanted, template):
+                message = f"{wanted}, and the Pod has {labels}; allowed: labels of the Pod itself"
+                yield Finding(f"{path}.labelSelector", message, Level.WARNING)
 
 
 @rule("variable-reference", Level.WARNING)
@@ -302,9 +348,15 @@ def _variable_reference(manifest: Manifest) -> Found:
 @rule("rollout", Level.ERROR)
 def _rollout(manifest: Manifest) -> Found:
     """A rolling update may take a Pod away or add one: not both maxUnavailable and maxSurge are 0. Only the strategy
-    `RollingUpdate` has such fields. A PodDisruptionBudget has minAvailable or maxUnavailable, and not both.
+    `RollingUpdate` has such fields. A PodDisruptionBudget has minAvailable or maxUnavailable, and not both. The
+    minReplicas of a HorizontalPodAutoscaler are no more than its maxReplicas.
     """
     spec = manifest.spec
+    if manifest.kind == "HorizontalPodAutoscaler":
+        least, most = spec.get("minReplicas") or 1, spec.get("maxReplicas")
+        if isinstance(most, int) and least > most:
+            yield Finding("$.spec.minReplicas", f"{least} with maxReplicas {most}; allowed: up to {most}")
+        return
     if manifest.kind == "PodDisruptionBudget":
         if None not in (spec.get("minAvailable"), spec.get("maxUnavailable")):
             yield Finding("$.spec", "minAvailable and maxUnavailable; allowed: one of them")

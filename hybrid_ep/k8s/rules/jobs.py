@@ -8,8 +8,8 @@ from typing import Any
 
 from hybrid_ep.k8s.manifest import Manifest, PodTemplate
 from hybrid_ep.k8s.problem import Level
-from hybrid_ep.k8s.rules.parts import amount, gpus, items, main, option, runs, spec_of, words
-from hybrid_ep.k8s.rules.registry import Finding, Found, rule
+from hybrid_ep.k8s.rules.parts import amount, containers, gpus, items, main, option, runs, spec_of, words
+from hybrid_ep.k8s.rules.registry import Build, BuildFound, Finding, Found, build_rule, rule
 
 TRAINING_RUNTIMES = ("ClusterTrainingRuntime", "TrainingRuntime")  # of TrainJobs
 
@@ -52,7 +52,7 @@ def _indexed(manifest: Manifest) -> Found:
 @rule("torchrun-size", Level.ERROR)
 def _torchrun_size(manifest: Manifest) -> Found:
     """Torchrun's `--nnodes` is the number of the job's Pods, and `--nproc-per-node` that of their GPUs, also where a
-    PyTorchJob, a TrainJob or its runtime gives it: with more, ranks wait forever, and with fewer, GPUs have no rank.
+    PyTorchJob gives it: with more, ranks wait forever, and with fewer, GPUs have no rank.
     """
     for template in manifest.pod_templates():
         path, container = main(template)
@@ -69,20 +69,55 @@ def _torchrun_size(manifest: Manifest) -> Found:
             yield Finding(where, f"--nnodes={nodes} with {allowed} Pods; allowed: {allowed}")
         given = manifest.spec.get("nprocPerNode") if manifest.kind == "PyTorchJob" and not ranks else None
         yield from _ranks("$.spec.nprocPerNode" if given else where, given or ranks, gpus(template, container))
-    if manifest.kind in TRAINING_RUNTIMES:
-        ranks = ((manifest.spec.get("mlPolicy") or {}).get("torch") or {}).get("numProcPerNode")
-        for template in manifest.pod_templates():
-            found = gpus(template, main(template)[1])
-            yield from _ranks("$.spec.mlPolicy.torch.numProcPerNode", ranks, found)
-    if manifest.kind == "TrainJob":
-        trainer = manifest.spec.get("trainer") or {}
-        found = gpus(PodTemplate("", "", {}), {"resources": trainer.get("resourcesPerNode")})
-        yield from _ranks("$.spec.trainer.numProcPerNode", trainer.get("numProcPerNode"), found)
+
+
+@build_rule("trainjob-size", Level.ERROR)
+def _trainjob_size(build: Build) -> BuildFound:
+    """A TrainJob and its runtime start no more ranks on a node than it has GPUs, and not several but fewer. What the
+    TrainJob does not say (`numProcPerNode`, `resourcesPerNode`) is the runtime's, where the build has it.
+    """
+    runtimes = {(each.kind, str(each.metadata.get("name"))): each for each in build if each.kind in TRAINING_RUNTIMES}
+    for manifest in build:
+        if manifest.kind in TRAINING_RUNTIMES:
+            path, ranks = _ranks_of_runtime(manifest)
+            for finding in _ranks(path, ranks, _gpus_of_runtime(manifest)):
+                yield manifest, finding
+        if manifest.kind == "TrainJob":
+            trainer, ref = manifest.spec.get("trainer") or {}, manifest.spec.get("runtimeRef") or {}
+            runtime = runtimes.get((str(ref.get("kind", "ClusterTrainingRuntime")), str(ref.get("name"))))
+            ranks, resources = trainer.get("numProcPerNode"), trainer.get("resourcesPerNode")
+            if ranks is None and resources is None:
+                continue  # all is the runtime's, and judged there
+            path = f"$.spec.trainer.{'resourcesPerNode' if ranks is None else 'numProcPerNode'}"
+            if ranks is None and runtime:
+                _, ranks = _ranks_of_runtime(runtime)
+            found = gpus(PodTemplate("", "", {}), {"resources": resources})
+            if resources is None and runtime:
+                found = _gpus_of_runtime(runtime)
+            for finding in _ranks(path, ranks, found):
+                yield manifest, finding
+
+
+def _ranks_of_runtime(runtime: Manifest) -> tuple[str, object]:
+    """JSON path and value of the ranks that a runtime starts on each node; None where it does not say."""
+    policy = runtime.spec.get("mlPolicy") or {}
+    kind = next((kind for kind in ("torch", "mpi") if "numProcPerNode" in (policy.get(kind) or {})), "torch")
+    return f"$.spec.mlPolicy.{kind}.numProcPerNode", (policy.get(kind) or {}).get("numProcPerNode")
+
+
+def _gpus_of_runtime(runtime: Manifest) -> dict[str, Any]:
+    """GPUs of the container `node`, which the trainer runs in."""
+    for template in runtime.pod_templates():
+        for _, container in containers(template):
+            if container.get("name") == "node" and (found := gpus(template, container)):
+                return found
+    return {}
 
 
 def _ranks(where: str, ranks: object, found: dict[str, Any]) -> Found:
     """Whether there are as many ranks as GPUs. One rank may use several GPUs."""
-    name = "--nproc-per-node" if where.endswith(("args", "command")) else where.rpartition(".")[2]
+    name = "--nproc-per-node" if where.endswith(("args", "command")) else "numProcPerNode"
+    name = "nprocPerNode" if where.endswith("nprocPerNode") else name
     for gpu, number in found.items():
         if str(ranks).isdigit() and amount(ranks) > amount(number):
             yield Finding(where, f"{name}={ranks} with {number} × {gpu}; allowed: up to {number}")
@@ -90,7 +125,8 @@ def _ranks(where: str, ranks: object, found: dict[str, Any]) -> Found:
             yield Finding(where, f"{name}={ranks} with {number} × {gpu}; allowed: {number}", Level.WARNING)
 
 
-# Options by which vLLM and SGLang split a model over GPUs (tensors, layers, experts) and copy it (in all, in one Pod).
+_ENGINES = (("vllm", "vllm"), ("sglang", "sglang"), ("trtllm-serve", "tensorrt-llm"))  # programs, and parts of images
+# Options by which engines split a model over GPUs (tensors, layers, experts) and copy it (in all, in one Pod).
 _SPLITS = (
     ("tensor-parallel-size", "tp-size", "tp", "-tp"),
     ("pipeline-parallel-size", "pp-size", "pp", "-pp"),
@@ -103,14 +139,20 @@ _COPIES_ELSEWHERE = r"data-parallel-(address|rank|start-rank|hybrid-lb|external-
 
 @rule("engine-size", Level.ERROR)
 def _engine_size(manifest: Manifest) -> Found:
-    """Engines (vLLM, SGLang) split and copy a model over no more GPUs than their Pods have, in a LeaderWorkerSet those
-    of one group: with more they end, or wait forever.
+    """Engines (vLLM, SGLang, TensorRT-LLM) split and copy a model over no more GPUs than their Pods have, in a
+    LeaderWorkerSet those of one group, and `--nnodes` is the number of these Pods: otherwise they end, or wait forever.
     """
     groups = list(manifest.pod_templates())
     for template in groups:
         path, container = main(template)
-        if not any(runs(container, name) or name in str(container.get("image")) for name in ("vllm", "sglang")):
+        image = str(container.get("image"))
+        if not any(runs(container, program) or name in image for program, name in _ENGINES):
             continue
+        where = f"{path}.{'args' if container.get('args') else 'command'}"
+        nodes, pods = option(container, "nnodes") or "1", _pods_of(manifest, template)
+        if pods and nodes.isdigit() and int(nodes) > 1 and int(nodes) not in pods:
+            allowed = " or ".join(map(str, pods))
+            yield Finding(where, f"--nnodes={nodes} with {allowed} Pods; allowed: {allowed}")
         tensor, pipeline, experts, copies, local = (_size(container, names) for names in _SPLITS)
         said = " ".join(words(container))
         if "enable-dp-attention" in said or (manifest.kind != "LeaderWorkerSet" and re.search(_COPIES_ELSEWHERE, said)):
@@ -121,7 +163,7 @@ def _engine_size(manifest: Manifest) -> Found:
             if has and split > has:
                 sizes = [max(tensor, experts), pipeline] + [number] * (number > 1)
                 message = f"{' × '.join(map(str, sizes))} GPUs of {has:g}; allowed: up to {has:g}"
-                yield Finding(f"{path}.{'args' if container.get('args') else 'command'}", message)
+                yield Finding(where, message)
                 break
 
 
@@ -186,6 +228,20 @@ def _gang(manifest: Manifest) -> Found:
         return
     if isinstance(least, int) and least > pods:
         yield Finding(path, f"{least}, and the job has {pods} Pods; allowed: up to {pods}")
+
+
+@rule("kueue-resources", Level.ERROR)
+def _kueue_resources(manifest: Manifest) -> Found:
+    """Each flavor of a ClusterQueue has a quota for each of the group's coveredResources, in their order: Kueue refuses
+    others.
+    """
+    for i, group in enumerate(items(manifest.spec, "resourceGroups") if manifest.kind == "ClusterQueue" else ()):
+        covered = list(map(str, group.get("coveredResources") or []))
+        for j, flavor in enumerate(items(group, "flavors")):
+            names = [str(each.get("name")) for each in items(flavor, "resources")]
+            if names != covered:
+                path = f"$.spec.resourceGroups[{i}].flavors[{j}].resources"
+                yield Finding(path, f"{', '.join(names)}; allowed: {', '.join(covered)}")
 
 
 @rule("job-fields", Level.ERROR)
@@ -280,6 +336,44 @@ def _jobset_names(manifest: Manifest) -> Found:
         for name in given or []:
             if name not in names:
                 yield Finding(path, f"{name!r}; allowed: {', '.join(names)}")
+
+
+@rule("jobset-order", Level.ERROR)
+def _jobset_order(manifest: Manifest) -> Found:
+    """A job of a JobSet depends on jobs that stand before it, so the first on none. A JobSet has dependsOn or the
+    startupPolicy `InOrder`, and not both: the API server refuses others.
+    """
+    if manifest.kind not in ("JobSet", *TRAINING_RUNTIMES):
+        return
+    root, spec = "$.spec", manifest.spec
+    if manifest.kind in TRAINING_RUNTIMES:
+        root, spec = "$.spec.template.spec", (spec.get("template") or {}).get("spec") or {}
+    jobs = items(spec, "replicatedJobs")
+    names = [str(job.get("name")) for job in jobs]
+    for i, job in enumerate(jobs):
+        for needed in items(job, "dependsOn"):
+            if needed.get("name") in names[i:]:
+                allowed = ", ".join(names[:i]) or "none, as it is the first"
+                yield Finding(f"{root}.replicatedJobs[{i}].dependsOn", f"{needed['name']!r}; allowed: {allowed}")
+    order = (spec.get("startupPolicy") or {}).get("startupPolicyOrder")
+    if order == "InOrder" and any(job.get("dependsOn") for job in jobs):
+        yield Finding(f"{root}.startupPolicy", "'InOrder' with dependsOn; allowed: one of them")
+
+
+@rule("lws-subgroup", Level.ERROR)
+def _lws_subgroup(manifest: Manifest) -> Found:
+    """The subGroupSize of a LeaderWorkerSet divides the size of a group, or the size without its leader, and only the
+    latter where subgroups leave the leader out: the API server refuses others.
+    """
+    template = manifest.spec.get("leaderWorkerTemplate") or {}
+    policy = template.get("subGroupPolicy") or {}
+    of_each, size = policy.get("subGroupSize"), int(template.get("size", 1))
+    if manifest.kind != "LeaderWorkerSet" or not of_each:
+        return
+    sizes = [size - 1] if policy.get("subGroupPolicyType") == "LeaderExcluded" else [size, size - 1]
+    if of_each > size or all(each % of_each for each in sizes):
+        message = f"{of_each} in a group of {size}; allowed: divisors of {' and of '.join(map(str, sizes))}"
+        yield Finding("$.spec.leaderWorkerTemplate.subGroupPolicy.subGroupSize", message)
 
 
 def _job_of(manifest: Manifest, template: PodTemplate) -> tuple[str, dict[str, Any]]:

@@ -49,7 +49,7 @@ def _ipc_lock(manifest: Manifest) -> Found:
 @rule("rdma-files", Level.WARNING)
 def _rdma_files(manifest: Manifest) -> Found:
     """A container that mounts /dev/infiniband of the host has RDMA NICs of a device plugin, or is privileged: otherwise
-    the files are there, and it may not open them.
+    the files are there, and it may not open them. For /dev/gdrdrv and IMEX channels of the host it is privileged.
     """
     for template in manifest.pod_templates() if manifest.kind != "DaemonSet" else ():
         of_host = {
@@ -58,15 +58,15 @@ def _rdma_files(manifest: Manifest) -> Found:
             if "hostPath" in volume
         }
         for path, container in containers(template, init=True):
-            if nics(template, container) or security(template, container).get("privileged"):
+            if security(template, container).get("privileged"):
                 continue
             for i, mount in enumerate(items(container, "volumeMounts")):
                 file = of_host.get(mount.get("name"), "")
-                if re.match(r"/dev/infiniband(/|$)", file):
-                    message = (
-                        f"{file} of the host, which the container may not open; allowed: with a resource of NICs such "
-                        "as rdma/ib, or privileged"
-                    )
+                device = re.match(r"/dev/(infiniband|gdrdrv|nvidia-caps-imex-channels)(/|$)", file)
+                if device and not (device[1] == "infiniband" and nics(template, container)):
+                    allowed = "with a resource of NICs such as rdma/ib, or privileged"
+                    allowed = allowed if device[1] == "infiniband" else "privileged"
+                    message = f"{file} of the host, which the container may not open; allowed: {allowed}"
                     yield Finding(f"{path}.volumeMounts[{i}]", message)
 
 

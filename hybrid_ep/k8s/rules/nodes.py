@@ -8,7 +8,7 @@ from typing import Any
 
 from hybrid_ep.k8s.manifest import Manifest, PodTemplate, json_path
 from hybrid_ep.k8s.problem import Level
-from hybrid_ep.k8s.rules.parts import amount, containers, gpus, items, main, nics, spec_of, where_asked
+from hybrid_ep.k8s.rules.parts import amount, gpus, items, main, nics, running, spec_of, where_asked
 from hybrid_ep.k8s.rules.registry import Finding, Found, rule
 
 _ARCHITECTURES = ("amd64", "arm64", "ppc64le", "s390x", "riscv64", "386", "arm", "loong64")
@@ -45,17 +45,27 @@ _INSTANCES: dict[str, tuple[int | None, int | None]] = {
     r"gd-(?P<gpus>\d)x\w+(-\w+)?": (None, None),
     r"(g?b\d00|rtxp6000)-(?P<gpus>\d)x": (None, None),
 }
+# Labels of GPU feature discovery, and words of products and instance types whose CPU is NVIDIA's Grace.
+_COUNT, _PRODUCT = "nvidia.com/gpu.count", "nvidia.com/gpu.product"
+_GRACE = re.compile(r"(?i)(?<![a-z])g[bh][23]00(?![0-9])|xgh200|^a4x-")
 _REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 _CLOUD_NIC = re.compile(r"vpc\.amazonaws\.com/efa|efa\.networking\.k8s\.aws|mrdma\.google\.com")
 
 
 @rule("architecture", Level.ERROR)
 def _architecture(manifest: Manifest) -> Found:
-    """A Pod asks for an architecture by Go's name for it: no node has the label `aarch64` or `x86_64`."""
+    """A Pod asks for an architecture by Go's name for it: no node has the label `aarch64` or `x86_64`. With GPUs beside
+    a Grace CPU (GH200, GB200, GB300) that is `arm64`.
+    """
     for template in manifest.pod_templates():
+        with_grace = [
+            value for label in (_PRODUCT, *_INSTANCE) for value in _values_of(template, label) if _GRACE.search(value)
+        ]
         for path, value in _asked_of_nodes(template, ("kubernetes.io/arch", "beta.kubernetes.io/arch")):
             if value not in _ARCHITECTURES:
                 yield Finding(path, f"{value!r}; allowed: {', '.join(_ARCHITECTURES[:5])}")
+            elif value != "arm64" and with_grace and ".nodeAffinity." not in path:
+                yield Finding(path, f"{value!r} with {' or '.join(with_grace)}; allowed: 'arm64'")
 
 
 def _asked_of_nodes(template: PodTemplate, labels: tuple[str, ...]) -> Iterator[tuple[str, str]]:
@@ -81,25 +91,34 @@ def _terms(template: PodTemplate) -> list[dict[str, Any]]:
 @rule("instance-type", Level.ERROR)
 def _instance_type(manifest: Manifest) -> Found:
     """The containers of a Pod together ask for no more GPUs and NICs of the cloud (EFA, GKE's mrdma) than the instance
-    type has that it selects: it is never scheduled otherwise.
+    type has that it selects, and for no more GPUs than the label `nvidia.com/gpu.count` says that it selects: it is
+    never scheduled otherwise.
     """
     for template in manifest.pod_templates():
-        types = _types_of(template)
+        counts = [amount(value) for value in _values_of(template, _COUNT)]
+        for name, number in gpus(template, *running(template)).items():
+            if name == "nvidia.com/gpu" and counts and amount(number) > max(counts):
+                message = f"{number} on nodes with {_COUNT}={max(counts):g}; allowed: up to {max(counts):g}"
+                yield Finding(where_asked(main(template)[0], name), message)
+        types = [value for label in _INSTANCE for value in _values_of(template, label)]
         has = [found for value in types if (found := _devices_of(value))]
         if not has or len(has) != len(types):
             continue
-        path, all_containers = main(template)[0], [container for _, container in containers(template)]
+        path = main(template)[0]
         of_cloud = {name: number for name, number in nics(template).items() if _CLOUD_NIC.fullmatch(name)}
-        for asked, known in ((gpus(template, *all_containers), [g for g, _ in has]), (of_cloud, [n for _, n in has])):
+        for asked, known in (
+            (gpus(template, *running(template)), [g for g, _ in has]),
+            (of_cloud, [n for _, n in has]),
+        ):
             for name, number in asked.items():
                 if None not in known and amount(number) > (most := max(map(int, filter(None, known)), default=0)):
                     message = f"{number} on {' or '.join(types)}; allowed: up to {most}"
                     yield Finding(where_asked(path, name), message)
 
 
-def _types_of(template: PodTemplate) -> list[str]:
-    """Instance types of which a node of the Pod has one; empty where it may have any."""
-    asked = list(_asked_of_nodes(template, _INSTANCE))
+def _values_of(template: PodTemplate, label: str) -> list[str]:
+    """Values of a label of which a node of the Pod has one; empty where it may have any."""
+    asked = list(_asked_of_nodes(template, (label,)))
     of_selector = [value for path, value in asked if ".nodeAffinity." not in path]
     terms = _terms(template)
     with_type = {path.partition(".matchExpressions")[0] for path, _ in asked if ".nodeAffinity." in path}

@@ -11,8 +11,20 @@ from hybrid_ep.k8s.manifest import Manifest, PodTemplate, json_path
 from hybrid_ep.k8s.schema import QUANTITY
 
 __all__ = ["NETWORKS", "added_capabilities", "amount", "amounts", "containers", "containers_of", "environment", "gpus"]
-__all__ += ["is_network", "is_nic", "items", "main", "mounted_file", "nearly", "nics", "option", "runs", "security"]
-__all__ += ["spec_of", "where_asked", "words"]
+__all__ += [
+    "fits",
+    "is_network",
+    "is_nic",
+    "items",
+    "main",
+    "mounted_file",
+    "nearly",
+    "nics",
+    "option",
+    "running",
+    "runs",
+]
+__all__ += ["security", "spec_of", "where_asked", "words"]
 
 # Whole GPUs, GPUs that are shared by time, and parts of them (MIG).
 _GPU = re.compile(r"nvidia\.com/(gpu(\.shared)?|mig-.+)|amd\.com/gpu|gpu\.intel\.com/(i915|xe)")
@@ -29,6 +41,8 @@ _NIC = re.compile(
 _FACTORS = {"": 1.0, "n": 1e-9, "u": 1e-6, "m": 1e-3}
 _FACTORS |= {letter: 1000.0**i for i, letter in enumerate("kMGTPE", 1)}
 _FACTORS |= {f"{letter}i": 1024.0**i for i, letter in enumerate("KMGTPE", 1)}
+# Labels that controllers give Pods; a selector may ask for them though no template has them.
+_OF_CONTROLLERS = ("kubernetes.io/", "kubeflow.org/", "sigs.k8s.io/", "x-k8s.io/", "job-name", "statefulset.", "batch.")
 
 
 def spec_of(template: PodTemplate) -> dict[str, Any]:
@@ -62,11 +76,22 @@ def containers(template: PodTemplate, *, init: bool = False) -> Iterator[tuple[s
 
 
 def containers_of(manifest: Manifest) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(JSON path, container) of each container and init container, and of a TrainJob's trainer."""
+    """(JSON path, container) of each container and init container, and of a TrainJob's trainer, whose resources have a
+    name of their own.
+    """
     for template in manifest.pod_templates():
         yield from containers(template, init=True)
     if manifest.kind == "TrainJob" and isinstance(trainer := manifest.spec.get("trainer"), dict):
-        yield "$.spec.trainer", trainer
+        yield "$.spec.trainer", {**trainer, "resources": trainer.get("resourcesPerNode")}
+
+
+def running(template: PodTemplate) -> list[dict[str, Any]]:
+    """The containers that run together: all but init containers that end."""
+    found = [
+        *containers(template),
+        *(each for each in containers(template, init=True) if ".initContainers[" in each[0]),
+    ]
+    return [each for path, each in found if ".containers[" in path or each.get("restartPolicy") == "Always"]
 
 
 def main(template: PodTemplate) -> tuple[str, dict[str, Any]]:
@@ -154,7 +179,7 @@ def nics(template: PodTemplate, *of: dict[str, Any]) -> dict[str, Any]:
     """
     found = _devices(
         template,
-        of or tuple(container for _, container in containers(template)),
+        of or running(template),
         lambda name: is_nic(name) if "/" in name else bool(_NIC_CLASS.search(name)),
     )
     if not of:
@@ -221,3 +246,12 @@ def added_capabilities(container: dict[str, Any]) -> list[str]:
     """Linux capabilities that it is given, without the prefix that another rule reports."""
     added = ((container.get("securityContext") or {}).get("capabilities") or {}).get("add") or []
     return [str(name).upper().removeprefix("CAP_") for name in added]
+
+
+def fits(selector: dict[str, Any], template: PodTemplate) -> bool:
+    """Whether labels of a selector are the Pod's, or are such as a controller gives it."""
+    labels = (template.content.get("metadata") or {}).get("labels") or {}
+    return all(
+        labels.get(name) == value or (name not in labels and any(part in name for part in _OF_CONTROLLERS))
+        for name, value in selector.items()
+    )

@@ -99,7 +99,8 @@ def _annotation_json(manifest: Manifest) -> Found:
 @rule("volume-mount", Level.ERROR)
 def _volume_mount(manifest: Manifest) -> Found:
     """Every volumeMount names a volume of its Pod, and no two mounts of a container have one path. The path has no `:`,
-    and subPath stays inside the volume.
+    and subPath stays inside the volume. subPathExpr stands alone and names variables of the container: it is not
+    started otherwise.
     """
     claims = items(manifest.spec, "volumeClaimTemplates") + items(manifest.spec, "volumeClaimPolicies")
     claims += items(manifest.spec.get("leaderWorkerTemplate"), "volumeClaimTemplates")
@@ -123,6 +124,14 @@ def _volume_mount(manifest: Manifest) -> Found:
                 inside = str(mount.get("subPath") or "")
                 if inside.startswith("/") or ".." in inside.split("/"):
                     yield Finding(f"{path}.volumeMounts[{i}].subPath", f"{inside!r}; allowed: a path without '..'")
+                where, expression = f"{path}.volumeMounts[{i}].subPathExpr", str(mount.get("subPathExpr") or "")
+                if inside and expression:
+                    yield Finding(where, f"{expression!r} beside subPath {inside!r}; allowed: one of them")
+                known = {str(variable.get("name")) for variable in items(container, "env")}
+                for name in re.findall(r"(?<!\$)\$\(([^()]+)\)", expression) if not container.get("envFrom") else ():
+                    if name not in known:
+                        allowed = ", ".join(sorted(known)) or "none, as the container has no variables"
+                        yield Finding(where, f"$({name}); allowed: {allowed}")
 
 
 @rule("volume-unused", Level.WARNING)
@@ -153,6 +162,17 @@ def _init_container(manifest: Manifest) -> Found:
             endless = re.search(r"\bsleep (infinity|inf)\b|\btail -f /dev/null\b", said)
             if ".initContainers[" in path and container.get("restartPolicy") != "Always" and endless:
                 yield Finding(path, f"{endless[0]!r} never ends; allowed: a command that ends, or restartPolicy Always")
+
+
+@rule("ephemeral-container", Level.ERROR)
+def _ephemeral_container(manifest: Manifest) -> Found:
+    """A manifest has no ephemeralContainers: they are added to a running Pod, by `kubectl debug`, and the API server
+    refuses a Pod or a Pod template with some.
+    """
+    for template in manifest.pod_templates():
+        if found := items(spec_of(template), "ephemeralContainers"):
+            names = ", ".join(str(each.get("name")) for each in found)
+            yield Finding(f"{template.path}.spec.ephemeralContainers", f"{names}; allowed: none")
 
 
 @rule("unique-name", Level.ERROR)
@@ -208,12 +228,25 @@ def _command_words(manifest: Manifest) -> Found:
                 if broken := re.search(r"[^\n]*\\[ \t]+(?=\n)", word):
                     message = f"{broken[0].strip()[-40:]!r} has spaces behind its backslash; allowed: none"
                     yield Finding(f"{path}.{key}[{i}]", message)
-        at = next((i for i, word in enumerate(said) if re.fullmatch(r"-[a-z]*c", word)), None) if shell else None
-        if at and len(said) > at + 2 and not re.search(r"\$\{?[@*#0-9]", said[at + 1]):
-            lost = at + 2
+        at = _script(said) if shell else None
+        if at and len(said) > at + 1 and not re.search(r"\$\{?[@*#0-9]", said[at]):
+            lost = at + 1
+            if said[lost:] in _SCRIPT_NAMES:
+                continue
             where = f"command[{lost}]" if lost < len(command) else f"args[{lost - len(command)}]"
-            message = f'{said[lost]!r} is no part of the script {said[at + 1]!r:.60}; allowed: one word, or "$@" in it'
+            message = f'{said[lost]!r} is no part of the script {said[at]!r:.60}; allowed: one word, or "$@" in it'
             yield Finding(f"{path}.{where}", message)
+
+
+_SCRIPT_NAMES = [["--"], ["-"], ["_"], ["sh"], ["bash"]]  # what a script is called by habit, behind it
+
+
+def _script(said: list[str]) -> int | None:
+    """The place of a shell's script: behind ``-c``, and behind options that stand between; None where there is none."""
+    at = next((i + 1 for i, word in enumerate(said) if re.fullmatch(r"-[a-z]*c", word)), None)
+    while at and at < len(said) and re.fullmatch(r"[-+][a-z]+", said[at]):
+        at += 2 if said[at].endswith("o") else 1
+    return at
 
 
 @rule("port", Level.ERROR)
@@ -249,13 +282,12 @@ def _port(manifest: Manifest) -> Found:
 @rule("request-over-limit", Level.ERROR)
 def _request_over_limit(manifest: Manifest) -> Found:
     """No request is larger than its limit: the API server refuses the Pod."""
-    for template in manifest.pod_templates():
-        for path, container in containers(template, init=True):
-            limits = amounts(container, "limits")
-            for name, asked in amounts(container, "requests").items():
-                if name in limits and "/" not in name and amount(asked) > amount(limits[name]):
-                    where = json_path(f"{path}.resources.requests", [name])
-                    yield Finding(where, f"{asked} with a limit of {limits[name]}; allowed: up to the limit")
+    for path, container in containers_of(manifest):
+        limits = amounts(container, "limits")
+        for name, asked in amounts(container, "requests").items():
+            if name in limits and "/" not in name and amount(asked) > amount(limits[name]):
+                where = json_path(f"{path}.resources.requests", [name])
+                yield Finding(where, f"{asked} with a limit of {limits[name]}; allowed: up to the limit")
 
 
 @rule("bytes", Level.ERROR)
@@ -282,37 +314,35 @@ def _resource_name(manifest: Manifest) -> Found:
     """A resource is cpu, memory, ephemeral-storage or huge pages, or has its vendor's domain, as the vendor's device
     plugin spells it: the API server refuses others, or no node offers them.
     """
-    for template in manifest.pod_templates():
-        for path, container in containers(template, init=True):
-            for which in ("requests", "limits"):
-                for name in amounts(container, which):
-                    where = json_path(f"{path}.resources.{which}", [name])
-                    spelt = re.sub(r"[^a-z/]", "", name.lower()).removesuffix("s")
-                    meant = next((known for known, spellings in _RESOURCES.items() if spelt in spellings), None)
-                    if meant and name != meant:
-                        yield Finding(where, f"{name!r}; allowed: {meant!r}")
-                    elif name.startswith("nvidia.com/mig-") and not re.fullmatch(_MIG, name):
-                        yield Finding(where, f"{name!r}; allowed: as nvidia.com/mig-1g.10gb")
-                    elif "/" not in name and not re.fullmatch(_OWN_RESOURCE, name):
-                        allowed = "cpu, memory, ephemeral-storage, hugepages-SIZE, or a name with a domain"
-                        yield Finding(where, f"{name!r}; allowed: {allowed}, e.g. nvidia.com/gpu")
+    for path, container in containers_of(manifest):
+        for which in ("requests", "limits"):
+            for name in amounts(container, which):
+                where = json_path(f"{path}.resources.{which}", [name])
+                spelt = re.sub(r"[^a-z/]", "", name.lower()).removesuffix("s")
+                meant = next((known for known, spellings in _RESOURCES.items() if spelt in spellings), None)
+                if meant and name != meant:
+                    yield Finding(where, f"{name!r}; allowed: {meant!r}")
+                elif name.startswith("nvidia.com/mig-") and not re.fullmatch(_MIG, name):
+                    yield Finding(where, f"{name!r}; allowed: as nvidia.com/mig-1g.10gb")
+                elif "/" not in name and not re.fullmatch(_OWN_RESOURCE, name):
+                    allowed = "cpu, memory, ephemeral-storage, hugepages-SIZE, or a name with a domain"
+                    yield Finding(where, f"{name!r}; allowed: {allowed}, e.g. nvidia.com/gpu")
 
 
 @rule("gpu-limit", Level.ERROR)
 def _gpu_limit(manifest: Manifest) -> Found:
     """GPUs and NICs are whole devices: a request needs a limit of the same number."""
-    for template in manifest.pod_templates():
-        for path, container in containers(template, init=True):
-            limits, requests = amounts(container, "limits"), amounts(container, "requests")
-            for name, asked in requests.items():
-                if "/" in name and (name not in limits or amount(asked) != amount(limits[name])):
-                    seen = f"{name} is requested {asked} times, its limit is {limits.get(name)}"
-                    yield Finding(
-                        f"{path}.resources.requests['{name}']", f"{seen}; allowed: the limit alone, or both equal"
-                    )
-            for name, given in limits.items():
-                if "/" in name and amount(given) % 1 != 0:
-                    yield Finding(f"{path}.resources.limits['{name}']", f"{given}; allowed: whole numbers")
+    for path, container in containers_of(manifest):
+        limits, requests = amounts(container, "limits"), amounts(container, "requests")
+        for name, asked in requests.items():
+            if "/" in name and (name not in limits or amount(asked) != amount(limits[name])):
+                seen = f"{name} is requested {asked} times, its limit is {limits.get(name)}"
+                yield Finding(
+                    f"{path}.resources.requests['{name}']", f"{seen}; allowed: the limit alone, or both equal"
+                )
+        for name, given in limits.items():
+            if "/" in name and amount(given) % 1 != 0:
+                yield Finding(f"{path}.resources.limits['{name}']", f"{given}; allowed: whole numbers")
 
 
 @rule("hugepages", Level.ERROR)
@@ -376,8 +406,8 @@ def _privileged(manifest: Manifest) -> Found:
 
 @rule("restart-policy", Level.ERROR)
 def _restart_policy(manifest: Manifest) -> Found:
-    """A Job's Pods are restarted `Never` or `OnFailure`, and those of all other workloads `Always`. Only an init
-    container has a policy of its own, `Always`: before Kubernetes 1.35 the API server refuses others.
+    """A Job's Pods are restarted `Never` or `OnFailure`, and those of all other workloads `Always`, without a deadline.
+    Only an init container has a policy of its own, `Always`: before Kubernetes 1.35 the API server refuses others.
     """
     for template in manifest.pod_templates():
         for path, container in containers(template, init=True):
@@ -391,6 +421,9 @@ def _restart_policy(manifest: Manifest) -> Found:
         seen = spec_of(template).get("restartPolicy", default)
         if seen not in allowed.split(" or "):
             yield Finding(f"{template.path}.spec.restartPolicy", f"{seen!r}; allowed: {allowed}")
+        if allowed == "Always" and spec_of(template).get("activeDeadlineSeconds") is not None:
+            seen = spec_of(template)["activeDeadlineSeconds"]
+            yield Finding(f"{template.path}.spec.activeDeadlineSeconds", f"{seen} in a {manifest.kind}; allowed: none")
 
 
 @rule("toleration", Level.ERROR)

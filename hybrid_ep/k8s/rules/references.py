@@ -14,23 +14,23 @@ from typing import Any
 
 from hybrid_ep.k8s.manifest import Manifest, PodTemplate, json_path
 from hybrid_ep.k8s.problem import Level
-from hybrid_ep.k8s.rules.parts import containers, items, main, nearly, option, runs, spec_of
+from hybrid_ep.k8s.rules.parts import containers, fits, items, main, nearly, option, runs, spec_of
 from hybrid_ep.k8s.rules.registry import Build, BuildFound, Finding, build_rule
-
-# Labels that controllers give Pods; a selector may ask for them though no template has them.
-_OF_CONTROLLERS = ("kubernetes.io/", "kubeflow.org/", "sigs.k8s.io/", "x-k8s.io/", "job-name", "statefulset.", "batch.")
 
 
 @build_rule("reference", Level.HINT)
 def _reference(build: Build) -> BuildFound:
     """ConfigMaps, Secrets, service accounts, claims and claim templates that a Pod names are in the same build and
     namespace, or already in the cluster. A name that is nearly one of the build's is a mistake, also of a queue, a
-    flavor or topology of Kueue, a TrainJob's runtime, an admission policy, or what is scaled.
+    flavor, a topology or its level of Kueue, a TrainJob's runtime, an admission policy, or what is scaled.
     """
     given: dict[str, dict[str, set[Any]]] = defaultdict(lambda: defaultdict(set))  # kind → name → namespaces
     for manifest in build:
         namespace = manifest.metadata.get("namespace")
         given[manifest.kind][str(manifest.metadata.get("name"))].add(namespace)
+        if manifest.kind == "Topology":
+            for level in items(manifest.spec, "levels"):
+                given["level of a Topology"][str(level.get("nodeLabel"))].add(namespace)
         if manifest.kind == "ComputeDomain":
             channel = manifest.spec.get("channel") or {}
             made = str((channel.get("resourceClaimTemplate") or {}).get("name"))
@@ -73,6 +73,11 @@ def _named_by(manifest: Manifest) -> Iterator[tuple[str, str, str]]:
         named.append(("$.spec.policyName", policy, spec.get("policyName")))
     runtime = spec.get("runtimeRef") or {} if manifest.kind == "TrainJob" else {}
     named.append(("$.spec.runtimeRef.name", str(runtime.get("kind", "ClusterTrainingRuntime")), runtime.get("name")))
+    for template in manifest.pod_templates():
+        for name, value in ((template.content.get("metadata") or {}).get("annotations") or {}).items():
+            if re.fullmatch(r"kueue\.x-k8s\.io/podset-(required|preferred|slice-required)-topology", str(name)):
+                path = json_path(f"{template.path}.metadata.annotations", [name])
+                named.append((path, "level of a Topology", value))
     target = spec.get("scaleTargetRef") or {}
     named.append(("$.spec.scaleTargetRef.name", str(target.get("kind")), target.get("name")))
     for i, group in enumerate(items(spec, "resourceGroups") if manifest.kind == "ClusterQueue" else ()):
@@ -219,19 +224,19 @@ def _service(build: Build) -> BuildFound:
         elif service.spec.get("clusterIP") != "None":
             message = f"the subdomain {subdomain!r} of {manifest.name} needs a headless Service; allowed: 'None'"
             yield service, Finding("$.spec.clusterIP", message)
-        elif not _fits(service.spec.get("selector") or {}, template):
+        elif not fits(service.spec.get("selector") or {}, template):
             message = f"does not fit the Pods of {manifest.name}, whose subdomain it is; allowed: their labels"
             yield service, Finding("$.spec.selector", message)
     for budget in build if pods else ():
         wanted = (budget.spec.get("selector") or {}).get("matchLabels") or {}
         is_known = budget.kind in ("PodDisruptionBudget", "InferencePool")
-        if is_known and wanted and not any(_fits(wanted, each) for _, each in pods):
+        if is_known and wanted and not any(fits(wanted, each) for _, each in pods):
             message = f"{wanted} fits no Pod of the build; allowed: labels that some have"
             yield budget, Finding("$.spec.selector", message, Level.WARNING)
     for service in services.values() if pods else ():
         selector = service.spec.get("selector") or {}
         used = any(_subdomain(*pod)[0] == service.metadata.get("name") for pod in pods)
-        if selector and not used and not any(_fits(selector, template) for _, template in pods):
+        if selector and not used and not any(fits(selector, template) for _, template in pods):
             message = f"{selector} fits no Pod of the build; allowed: labels that some have"
             yield service, Finding("$.spec.selector", message, Level.WARNING)
 
@@ -263,7 +268,7 @@ def _service_port(build: Build) -> BuildFound:
     templates = [template for manifest in build for template in manifest.pod_templates()]
     for service in build:
         selector = service.spec.get("selector") or {}
-        fit = [template for template in templates if _fits(selector, template)] if service.kind == "Service" else []
+        fit = [template for template in templates if fits(selector, template)] if service.kind == "Service" else []
         names = {
             str(port["name"])
             for template in fit
@@ -313,8 +318,9 @@ def _subdomain(manifest: Manifest, template: PodTemplate) -> tuple[str | None, s
 
 @build_rule("rank-address", Level.ERROR)
 def _rank_address(build: Build) -> BuildFound:
-    """An address that ranks are given (`--master-addr` and `--rdzv-endpoint` of torchrun, MASTER_ADDR) and that looks
-    like a Pod of the job is the name of one, with its domain: ranks wait forever for a name that no Pod has.
+    """An address that ranks are given (`--master-addr` and `--rdzv-endpoint` of torchrun, `--dist-init-addr` of SGLang,
+    MASTER_ADDR) and that looks like a Pod of the job is the name of one, with its domain: ranks wait forever for a name
+    that no Pod has.
     """
     for manifest in build:
         for template in manifest.pod_templates():
@@ -334,7 +340,8 @@ def _rank_address(build: Build) -> BuildFound:
 
 def _address(path: str, container: dict[str, Any]) -> tuple[str, str, str]:
     """Where ranks find the first: name of the option or variable, JSON path, and host; empty where none is given."""
-    for name in ("master-addr", "rdzv-endpoint") if runs(container, "torchrun") else ():
+    known = (("torchrun", "master-addr"), ("torchrun", "rdzv-endpoint"), ("sglang", "dist-init-addr"))
+    for name in (name for program, name in known if runs(container, program)):
         if address := option(container, name):
             spelt = re.compile("[-_]".join(name.split("-")))
             in_args = any(spelt.search(str(word)) for word in container.get("args") or [])
@@ -364,14 +371,6 @@ def _hosts(manifest: Manifest, template: PodTemplate) -> tuple[list[str], str]:
     return [], ""
 
 
-def _fits(selector: dict[str, Any], template: PodTemplate) -> bool:
-    labels = (template.content.get("metadata") or {}).get("labels") or {}
-    return all(
-        labels.get(name) == value or (name not in labels and any(part in name for part in _OF_CONTROLLERS))
-        for name, value in selector.items()
-    )
-
-
 @build_rule("pod-affinity", Level.WARNING)
 def _pod_affinity(build: Build) -> BuildFound:
     """A required podAffinity fits Pods of the same build, e.g. its own: otherwise the first Pod is never scheduled."""
@@ -382,6 +381,6 @@ def _pod_affinity(build: Build) -> BuildFound:
             affinity = (spec_of(template).get("affinity") or {}).get("podAffinity") or {}
             for i, term in enumerate(items(affinity, required)):
                 wanted = (term.get("labelSelector") or {}).get("matchLabels") or {}
-                if wanted and not any(_fits(wanted, other) for other in everyone):
+                if wanted and not any(fits(wanted, other) for other in everyone):
                     path = f"{template.path}.spec.affinity.podAffinity.{required}[{i}].labelSelector"
                     yield manifest, Finding(path, f"{wanted} fits no Pod of the build; allowed: labels that some have")
