@@ -326,7 +326,7 @@ def _topology_spread(manifest: Manifest) -> Found:
                 message = f"{each['minDomains']} with {when}; allowed: with DoNotSchedule"
                 yield Finding(f"{path}.minDomains", message)
             wanted = (each.get("labelSelector") or {}).get("matchLabels") or {}
-            if wanted and not fits(wanted, template):
+            if manifest.has_pods and wanted and not fits(wanted, template):  # operators add labels of their own
                 message = f"{wanted}, and the Pod has {labels}; allowed: labels of the Pod itself"
                 yield Finding(f"{path}.labelSelector", message, Level.WARNING)
 

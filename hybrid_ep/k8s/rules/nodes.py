@@ -17,7 +17,7 @@ _INSTANCE = ("node.kubernetes.io/instance-type", "beta.kubernetes.io/instance-ty
 # The vendor's page that has the numbers stands first, and behind "opened" what was read for them.
 _INSTANCES: dict[str, tuple[int | None, int | None]] = {
     # docs.aws.amazon.com/AWSEC2/latest/UserGuide/efa-acc-inst-types.html; opened: an extract of it for P5, P5e and P6,
-    # and a list of p5en's NICs in public code; P4 and p5.4xlarge not re-checked
+    # and MaximumEfaInterfaces of EC2's DescribeInstanceTypes as public code quotes it, for P4, P5, p5.4xlarge and P6-B
     r"(ml\.)?p4de?\.24xlarge": (8, 4),
     r"(ml\.)?p5\.4xlarge": (1, 1),
     r"(ml\.)?p5e?\.48xlarge": (8, 32),
@@ -58,9 +58,8 @@ def _architecture(manifest: Manifest) -> Found:
     a Grace CPU (GH200, GB200, GB300) that is `arm64`.
     """
     for template in manifest.pod_templates():
-        with_grace = [
-            value for label in (_PRODUCT, *_INSTANCE) for value in _values_of(template, label) if _GRACE.search(value)
-        ]
+        asked = [_values_of(template, label) for label in (_PRODUCT, *_INSTANCE)]
+        with_grace = [value for values in asked if all(map(_GRACE.search, values)) for value in values]
         for path, value in _asked_of_nodes(template, ("kubernetes.io/arch", "beta.kubernetes.io/arch")):
             if value not in _ARCHITECTURES:
                 yield Finding(path, f"{value!r}; allowed: {', '.join(_ARCHITECTURES[:5])}")
