@@ -163,15 +163,18 @@ another, and the report names it.
 - A board of another model than the profile's is a fault (`gpu.model`).
 - GPUs that fit no other profile are judged by `gpu-server`: what any GPU must do. So are GPUs on PCI that NVML does not
   name.
+- `oci-h100`, `p5-efa` and `p5en-efa` are for nodes of clouds whose GPUs others have, too. They are never proposed: give
+  them by `--profile`.
 - A container without GPUs still sees the node's GPUs on PCI. `--profile cpu` says that the container is to have
   none.
 
 ## The NICs that are judged
 
 The doctor judges the NICs of the GPUs. Candidates are the NICs at `affinity.max_distance` or nearer. Of these it takes
-as many as `nic.count`: first those of the profile's rate and link layer, or of the same model, then the nearest. The
-others are named in `nic.count` with the reason, and not judged. Examples are a DPU, a NIC for storage, and a second
-port without a cable. If no NIC is near, as in a virtual machine that hides the PCIe tree, all are candidates.
+as many as `nic.count`: first those of the profile's rate and link layer, or of the same model, then the nearest. Where
+one kind of them (model and link layer) is complete, it comes first. NICs that are left are named in `nic.count` with
+the reason, and not judged. Examples are a DPU, a NIC for storage, and a second port without a cable. If no NIC is near,
+as in a virtual machine that hides the PCIe tree, all are candidates.
 
 ## A site's own profile
 

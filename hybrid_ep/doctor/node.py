@@ -258,7 +258,7 @@ class Node:
             text = self.command("journalctl", "--dmesg", "--boot", "--output=short-monotonic", "--no-pager")
         except Unreadable as error:
             raise Unreadable(f"{reason}; {error}", log=tuple(lines)) from None
-        journal = [line for line in map(_journal_line, text.splitlines()) if line]
+        journal = _journal_lines(text)
         if journal and journal[0].seconds <= _JOURNAL_STARTS_S:
             return journal
         starts = f"begins {journal[0].seconds:.0f} s after the boot" if journal else "shows this user no line"
@@ -419,10 +419,15 @@ class Node:
         return value
 
 
-def _journal_line(text: str) -> LogLine | None:
-    """``[   12.345678] host kernel: NVRM: Xid …``."""
-    found = re.match(r"\[ *([0-9]{1,12}\.[0-9]{1,9})\] \S+ kernel: (.*)", text)
-    return LogLine(float(found[1]), found[2]) if found else None
+def _journal_lines(text: str) -> list[LogLine]:
+    """Lines ``[   12.345678] host kernel: NVRM: Xid …``; what is indented continues the line before it."""
+    lines: list[LogLine] = []
+    for line in text.splitlines():
+        if found := re.match(r"\[ *([0-9]{1,12}\.[0-9]{1,9})\] \S+ kernel: (.*)", line):
+            lines.append(LogLine(float(found[1]), found[2]))
+        elif lines and line.startswith(" "):
+            lines[-1] = LogLine(lines[-1].seconds, f"{lines[-1].message} {line.strip()}")
+    return lines
 
 
 def _open_without_waiting(path: str | Path, flags: int = os.O_RDONLY) -> int:

@@ -2,12 +2,14 @@
 
 NICs are chosen by place and kind. Of the NICs within the profile's distance of a GPU, as many as the profile counts are
 taken. The first are those with the profile's rate and link layer, or of the same model as one that has both, so that a
-broken NIC counts, too. Then come the nearest. A second port or function without a cable is not counted as a NIC, and
+broken NIC counts, too. Where one kind of them, of a model and a link layer, is complete, the others come later. Then
+come the nearest. A second port or function without a cable is not counted as a NIC, and
 neither is a bridge to NVSwitches. All other NICs are named with the reason.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -75,16 +77,21 @@ def assign_roles(node: Node, profile: Profile) -> Roles:
     fitting = [nic for nic in candidates if any(_fits(port, profile) for port in nic.ports)]
     models = {_model(node, nic) for nic in fitting}
     cards = {_card(nic) for nic in fitting}
+    # Two DPUs of the same rate beside four NICs are no GPU's; nor are bridges that only root can tell from NICs.
+    kinds = Counter(_kind(node, nic) for nic in named)
+    complete = {_kind(node, nic) for nic in fitting if kinds[_kind(node, nic)] >= profile["nic.count"]}
 
     def rank(nic: Nic) -> tuple[bool, bool, int]:
         spare = nic not in fitting and _card(nic) in cards  # the other function of a card that is in use
-        return spare, nic not in fitting and _model(node, nic) not in models, int(nearest[nic.name])
+        foreign = _kind(node, nic) not in complete if complete else nic not in fitting
+        return spare, foreign and (bool(complete) or _model(node, nic) not in models), int(nearest[nic.name])
 
     chosen = _one_for_each_gpu(node, candidates, rank, want)
     for nic in candidates:
         if nic not in chosen:
             spare, foreign, _ = rank(nic)
-            others[nic.name] = "unused port" if spare else "another rate or link layer" if foreign else "further away"
+            reason = "another model, rate or link layer" if foreign else "further away"
+            others[nic.name] = "unused port" if spare else reason
     return Roles(tuple(nic for nic in candidates if nic in chosen), others)
 
 
@@ -123,6 +130,10 @@ def _fits(port: NicPort, profile: Profile) -> bool:
 
 def _model(node: Node, nic: Nic) -> int:
     return node.topology.pci_device(nic.pci_address).device_id
+
+
+def _kind(node: Node, nic: Nic) -> tuple[int, tuple[str, ...]]:
+    return _model(node, nic), tuple(sorted({port.link_layer for port in nic.ports}))
 
 
 def _card(nic: Nic) -> str:

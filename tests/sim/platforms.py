@@ -21,6 +21,7 @@ _HW_COUNTERS = (
     "rnr_nak_retry_err",
     "roce_adp_retrans_to",
 )
+_EFA_COUNTERS = ("rx_drops", "rdma_read_wr_err", "rdma_write_wr_err", "retrans_pkts", "retrans_timeout_events")
 _NVLINK4_COUNTERS = range(4)
 _NVLINK5_FIELDS = (206, 207, 208, 209, 210, 211, 212, 214, 215, 219, 221)
 
@@ -39,10 +40,13 @@ class Platform:
         fabric: NVML reports the fabric (Hopper and later).
         tray: a compute tray of an NVL72 rack.
         profile: that fits; empty: the platform's own name.
+        is_proposed: whether the doctor proposes that profile; otherwise it is given.
         storage: there is one more NIC with two ports, one of them without a cable.
         virtual: NICs are virtual functions, and the physical ones are not RDMA devices here.
         near: one more NIC below the first GPU's switch: ``dpu`` (another model and rate), ``same`` (same model and
-            rate, further away), ``spare`` (each NIC has a second function without a cable).
+            rate, further away), ``spare`` (each NIC has a second function without a cable), ``pair`` (with one),
+            ``tray`` (a DPU of the NICs' rate on each socket, as in an NVL72 tray).
+        efa: interfaces of EFA for each GPU, in place of NICs with reliable connections.
         memory_gib: of a GPU.
         generation: of PCIe.
     """
@@ -59,9 +63,11 @@ class Platform:
     fabric: bool = True
     tray: bool = False
     profile: str = ""
+    is_proposed: bool = True
     storage: bool = False
     virtual: bool = False
     near: str = ""
+    efa: int = 0
     memory_gib: float = 79.6
     generation: int = 5
 
@@ -141,6 +147,16 @@ PLATFORMS |= {
     "hgx-h200 with virtual functions": replace(PLATFORMS["hgx-h200"], profile="hgx-h200", virtual=True),
     "hgx-h200 with a DPU": replace(PLATFORMS["hgx-h200"], profile="hgx-h200", near="dpu"),
     "hgx-h200 with a storage NIC of the same model": replace(PLATFORMS["hgx-h200"], profile="hgx-h200", near="same"),
+    "oci-h100": replace(
+        PLATFORMS["hgx-h100"], link_layer="Ethernet", rate="200 Gb/sec (4X HDR)", near="pair", is_proposed=False
+    ),
+    "p5-efa": replace(
+        PLATFORMS["hgx-h100"], link_layer="Unknown", rate="100 Gb/sec (4X EDR)", efa=4, is_proposed=False
+    ),
+    "p5en-efa": replace(
+        PLATFORMS["hgx-h200"], link_layer="Unknown", rate="200 Gb/sec (4X HDR)", efa=2, is_proposed=False
+    ),
+    "gb200-nvl72 with DPUs": replace(PLATFORMS["gb200-nvl72"], profile="gb200-nvl72", near="tray"),
     "hgx-h100 with spare ports": replace(PLATFORMS["hgx-h100"], profile="hgx-h100", near="spare"),
 }
 
@@ -161,6 +177,8 @@ def healthy(name: str) -> Recording:
         _add_devices(node, platform, idx)
     if platform.storage:
         _add_storage(node, platform)
+    if platform.efa:
+        node.files["/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages"] = "2560\n"
     _add_driver(node, platform)
     return node
 
@@ -279,14 +297,24 @@ def _add_devices(node: Recording, platform: Platform, idx: int) -> None:
     _add_pci(node, gpu_path, "0x030200", ("0x10de", "0x2330"), numa_node, platform.generation)
     _add_gpu(node, platform, idx)
     if platform.link_layer:
-        _add_nic(node, platform, idx, nic_path, numa_node)
+        for number in range(platform.efa):
+            _add_efa(node, platform, idx * platform.efa + number)
+        if not platform.efa:
+            _add_nic(node, platform, idx + 2 * (platform.near == "tray"), nic_path, numa_node)
         if platform.near and idx == 0:
             _add_near(node, platform, nic_path)
 
 
 def _add_near(node: Recording, platform: Platform, first: list[str]) -> None:
     """More NICs near a GPU that are not the GPUs'."""
-    if platform.near == "spare":
+    if platform.near == "tray":
+        for idx in (0, 1):
+            trunk = [f"pci{0x16 + idx:04x}:00", f"{0x16 + idx:04x}:00:00.0"]
+            _add_pci(node, trunk, "0x060400", ("0x10de", "0x22b1"), idx)
+            ethernet = replace(platform, link_layer="Ethernet")
+            _add_nic(node, ethernet, idx, [*trunk, f"{0x16 + idx:04x}:03:00.0"], idx, "0xa2dc")
+        return
+    if platform.near in ("spare", "pair"):
         for idx in range(platform.num_gpus):
             bus = 0x10 + 0x10 * idx
             trunk = [
@@ -296,6 +324,8 @@ def _add_near(node: Recording, platform: Platform, first: list[str]) -> None:
                 f"0000:{bus + 2:02x}:01.0",
             ]
             _add_nic(node, platform, 8 + idx, [*trunk, f"0000:{bus + 4:02x}:00.1"], _numa_node(platform, idx))
+            if platform.near == "pair":
+                continue
             port = f"/sys/class/infiniband/mlx5_{8 + idx}/ports/1"
             node.files |= {f"{port}/state": "1: DOWN\n", f"{port}/phys_state": "3: Disabled\n"}
             node.files[f"{port}/rate"] = "10 Gb/sec (4X SDR)\n"
@@ -307,6 +337,30 @@ def _add_near(node: Recording, platform: Platform, first: list[str]) -> None:
     other = platform if platform.near == "same" else replace(platform, rate="200 Gb/sec (2X NDR)")
     model = "0x1021" if platform.near == "same" else "0xa2dc"
     _add_nic(node, other, 8, [*trunk, "0000:19:00.0"], 0, model)
+
+
+def _add_efa(node: Recording, platform: Platform, idx: int) -> None:
+    """An interface of EFA: a virtual function without a slot, a link and a network interface that the machine shows."""
+    name, path = f"rdmap{idx}s27", [f"pci0001:{idx:02x}", f"0001:{idx:02x}:1b.0"]
+    _add_pci(node, path, "0x020000", ("0x1d0f", "0xefa1"), _numa_node(platform, idx // platform.efa))
+    place, device = "/sys/devices/" + "/".join(path), f"/sys/class/infiniband/{name}"
+    node.links[f"{device}/device"] = "../../../devices/" + "/".join(path)
+    node.files |= {
+        f"{place}/current_link_width": "0\n",
+        f"{place}/current_link_speed": "Unknown\n",
+        f"{device}/node_guid": f"0000:0000:0000:{idx + 1:04x}\n",
+        f"{device}/fw_ver": "0.0.0.0\n",
+        f"{device}/ports/1/state": "4: ACTIVE\n",
+        f"{device}/ports/1/phys_state": "5: LinkUp\n",
+        f"{device}/ports/1/link_layer": "Unknown\n",
+        f"{device}/ports/1/rate": f"{platform.rate}\n",
+        f"{device}/ports/1/sm_lid": "0x0\n",
+        f"{device}/ports/1/gids/0": f"fe80:0000:0000:0000:0000:00ff:fe00:{idx + 1:04x}\n",
+        f"/sys/class/infiniband_verbs/uverbs{idx}/ibdev": f"{name}\n",
+    }
+    node.files |= {f"{device}/ports/1/hw_counters/{counter}": "0\n" for counter in _EFA_COUNTERS}
+    node.devices[f"/dev/infiniband/uverbs{idx}"] = f"char 231:{192 + idx}\n"
+    node.facts["verbs"].append({"name": name, "dmabuf": True, "ports": [{"port": 1, "active_mtu_bytes": 4096}]})
 
 
 def _add_storage(node: Recording, platform: Platform) -> None:

@@ -140,6 +140,8 @@ def run(scenario: Scenario, root: Path) -> Report:
         except Unreadable:
             names = []
         name, source = propose_profile(names, len(node.topology.pci_gpus))
+        if scenario.platform in PLATFORMS and not PLATFORMS[scenario.platform].is_proposed:
+            name, source = profile_of(scenario.platform), "given"
         if scenario.site:
             site = root / "site.yaml"
             site.write_text(yaml.safe_dump({"extends": name, **scenario.site}))

@@ -70,6 +70,30 @@ def _name(gpu_idx: int) -> str:
     return f"GPU {gpu_idx}"
 
 
+def _whole_gpus(node: Node) -> list[int]:
+    """GPUs without MIG, which takes away NVLink: gpu.mig names the others."""
+    return [gpu_idx for gpu_idx in node.nvml.gpus if not _has_mig(node, gpu_idx)]
+
+
+def _has_mig(node: Node, gpu_idx: int) -> bool:
+    try:
+        return bool(node.nvml.gpu(gpu_idx, "mig_mode"))
+    except Unreadable:
+        return False
+
+
+def _has_switch(node: Node) -> bool:
+    """Whether a link ends at an NVSwitch, or does not say what it ends at; a bridge joins some GPUs alone."""
+    for gpu_idx in node.nvml.gpus:
+        for link in _active_links(node, gpu_idx)[:1]:
+            try:
+                if node.nvml.link(gpu_idx, link, "remote_type") == LINK_REMOTE_SWITCH:
+                    return True
+            except Unreadable:
+                return True
+    return False
+
+
 def _active_links(node: Node, gpu_idx: int) -> list[int]:
     return [link for link in node.nvml.links(gpu_idx) if node.nvml.link(gpu_idx, link, "state")]
 
@@ -98,7 +122,7 @@ def nvlink_links(node: Node, profile: Profile) -> Finding:
         return None if len(up) == counted == want else f"{len(up)} links up, {counted} by the driver's count"
 
     good = "all that are there" if want == "any" else f"{want} links up on every GPU"
-    return survey(node.nvml.gpus, _name, fault, good)
+    return survey(_whole_gpus(node), _name, fault, good, if_none="every GPU has MIG on")
 
 
 @check(
@@ -166,7 +190,7 @@ def _link_counters(node: Node, gpu_idx: int, link: int) -> Counters:
     "nvlink.pairs",
     title="every pair of GPUs reaches each other over NVLink",
     source="NVML DeviceGetP2PStatus (NVLINK)",
-    expectation="all pairs OK",
+    expectation="all pairs OK; where bridges join PCIe boards, every board with links that are up reaches another one",
     remedy="Check nvlink.links and the fabric manager; in a container, give it all GPUs of the node.",
     wants="nvlink.links",
 )
@@ -175,9 +199,16 @@ def nvlink_pairs(node: Node, profile: Profile) -> Finding:
         status = node.nvml.p2p(*pair, P2P_NVLINK)
         return None if status == P2P_OK else f"NVLink P2P status {status}"
 
-    pairs = list(permutations(node.nvml.gpus, 2))
-    if profile["nvlink.links"] == "any" and not any(_active_links(node, gpu_idx) for gpu_idx in node.nvml.gpus):
-        return Finding(Status.PASS, "no GPU has an NVLink that is up")
+    gpus = _whole_gpus(node)
+    pairs = list(permutations(gpus, 2))
+    if profile["nvlink.links"] == "any" and not _has_switch(node):
+        linked = [gpu_idx for gpu_idx in gpus if _active_links(node, gpu_idx)]
+
+        def alone(gpu_idx: int) -> str | None:
+            reached = [other for other in gpus if other != gpu_idx and fault((gpu_idx, other)) is None]
+            return None if reached else "has NVLinks that are up, and reaches no GPU by them"
+
+        return survey(linked, _name, alone, "bridges join the GPUs", if_none="no GPU has an NVLink that is up")
     name = "GPU {} → GPU {}".format
     return survey(pairs, lambda pair: name(*pair), fault, f"{len(pairs)} pairs OK", if_none="one GPU")
 
