@@ -39,35 +39,6 @@ def _remove(node: Recording, *folders: str) -> None:
             del table[path]
 
 
-def efa_node() -> Recording:
-    """EKS p5: 32 interfaces of a driver that names no link layer, has no counters, and tells nothing of the slots."""
-    node = healthy("hgx-h100")
-    _remove(node, *(f"/sys/class/{name}" for name in ("infiniband", "infiniband_verbs", "infiniband_mad")))
-    _remove(node, "/dev/infiniband", "/sys/module/nvidia_peermem")
-    node.facts["verbs"] = []
-    for idx in range(32):
-        address, name = f"0001:{idx:02x}:1b.0", f"rdmap{idx}s27"
-        place, device = f"/sys/devices/pci0001:{idx:02x}/{address}", f"/sys/class/infiniband/{name}"
-        node.links |= {
-            f"/sys/bus/pci/devices/{address}": f"../../../devices/pci0001:{idx:02x}/{address}",
-            f"{device}/device": f"../../../devices/pci0001:{idx:02x}/{address}",
-        }
-        node.files |= {
-            f"{place}/class": "0x020000\n",
-            f"{place}/vendor": "0x1d0f\n",
-            f"{place}/numa_node": f"{idx // 16}\n",
-            f"{device}/node_guid": f"0000:0000:0000:{idx:04x}\n",
-            f"{device}/fw_ver": "0.0.0.0\n",
-            f"{device}/ports/1/state": "4: ACTIVE\n",
-            f"{device}/ports/1/phys_state": "5: LinkUp\n",
-            f"{device}/ports/1/link_layer": "Unknown\n",
-            f"{device}/ports/1/rate": "100 Gb/sec (4X EDR)\n",
-            f"/sys/class/infiniband_verbs/uverbs{idx}/ibdev": f"{name}\n",
-        }
-        node.devices[f"/dev/infiniband/uverbs{idx}"] = f"char 231:{192 + idx}\n"
-    return node
-
-
 def azure_node() -> Recording:
     """AKS ND H100 v5: every GPU and every NIC on a bus of its own."""
     node = healthy("hgx-h100")
@@ -82,44 +53,16 @@ def azure_node() -> Recording:
     return node
 
 
-def oke_node() -> Recording:
-    """OKE's BM.GPU.H100.8: eight adapters with two RoCE ports each, every port a device of its own."""
-    node = healthy("hgx-h100")
-    for path in [path for path in node.files if path.startswith("/sys/class/infiniband/")]:
-        if path.endswith("/rate"):
-            node.files[path] = "200 Gb/sec (2X NDR)\n"
-        elif path.endswith("/link_layer"):
-            node.files[path] = "Ethernet\n"
-    for idx in range(8):
-        first, second = f"mlx5_{idx}", f"mlx5_{8 + idx}"
-        place = node.links[f"/sys/class/infiniband/{first}/device"]
-        address = place.rpartition("/")[2]
-        other = f"{place[:-1]}1"
-        node.links |= {
-            f"/sys/class/infiniband/{second}/device": other,
-            f"/sys/bus/pci/devices/{address[:-1]}1": other,
-        }
-        for path, content in list(node.files.items()):
-            if path.startswith(f"/sys/class/infiniband/{first}/"):
-                node.files[path.replace(first, second)] = content
-            elif f"/{address}/" in path and "/net/" not in path:
-                node.files[path.replace(address, f"{address[:-1]}1")] = content
-        node.files[f"/sys/class/infiniband_verbs/uverbs{8 + idx}/ibdev"] = f"{second}\n"
-        node.devices[f"/dev/infiniband/uverbs{8 + idx}"] = f"char 231:{200 + idx}\n"
-        node.facts["verbs"].append({**node.facts["verbs"][idx], "name": second})
-    return node
-
-
 NODES: dict[str, Callable[[], Recording]] = {
     "single-node": lambda: healthy("hgx-h200"),
     "single-node-torchrun": lambda: healthy("hgx-h200"),
     "infiniband": lambda: healthy("hgx-h100"),
     "roce-sriov": lambda: healthy("hgx-h200"),
-    "eks-efa": efa_node,
+    "eks-efa": lambda: healthy("p5-efa"),
     "gke": lambda: healthy("hgx-h200"),
     "aks-infiniband": azure_node,
     "gb200-mnnvl": lambda: healthy("gb200-nvl72"),
-    "oke-roce": oke_node,
+    "oke-roce": lambda: healthy("oci-h100"),
     "jobset-kueue": lambda: healthy("hgx-h200"),
     "lws-serving": lambda: healthy("hgx-h200"),
 }
