@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from hybrid_ep import env
@@ -19,6 +20,9 @@ def choose_nic(topology: Topology, gpu_idx: int, names: Sequence[str] | None = N
 
 def choose_nics(topology: Topology, gpu_idx: int, names: Sequence[str] | None = None) -> tuple[Nic, ...]:
     """Chooses the NICs that serve a GPU.
+
+    Of NICs that are equally near, a GPU uses those of the kind (model and link layer) that the node has most of. The
+    others are DPUs for storage, or bridges by which the fabric manager reaches NVSwitches.
 
     GPUs with the same nearest NICs take them in turn. Eight GPUs over four equally near NICs put two on each; two GPUs
     over four NICs have two each. Every rank computes the same answer from the same node.
@@ -60,8 +64,16 @@ def choose_nics(topology: Topology, gpu_idx: int, names: Sequence[str] | None = 
 
 
 def _nearest(topology: Topology, gpu_idx: int) -> list[int]:
-    """Positions in `topology.nics` of the nearest NICs that are up."""
+    """Positions in `topology.nics` of the nearest NICs that are up; of several kinds, of the most frequent one."""
     row = next(row for gpu, row in zip(topology.gpus, topology.nic_distances, strict=True) if gpu.gpu_idx == gpu_idx)
     active = [position for position, nic in enumerate(topology.nics) if nic.is_active]
     least = min((row[position] for position in active), default=None)
-    return [position for position in active if row[position] == least]
+    near = [position for position in active if row[position] == least]
+    kinds = [(topology.pci_device(nic.pci_address).device_id, _link_layers(nic)) for nic in topology.nics]
+    frequency = Counter(kinds)  # also of NICs that are down, so that a node chooses as its neighbours do
+    most = max((frequency[kinds[position]] for position in near), default=0)
+    return [position for position in near if frequency[kinds[position]] == most]
+
+
+def _link_layers(nic: Nic) -> frozenset[str]:
+    return frozenset(port.link_layer for port in nic.ports)

@@ -165,6 +165,14 @@ def test_gpus_that_share_nics_take_them_in_turn(tray: Topology) -> None:
     assert [getattr(choose_nic(fewer, idx), "name", None) for idx in range(4)] == ["mlx5_0"] * 4
 
 
+def test_dpus_of_the_same_rate_are_no_gpus_nics(tmp_path: Path) -> None:
+    healthy("gb200-nvl72 with DPUs").write(tmp_path)
+    tray = probe(tmp_path)
+    assert [nic.name for nic in tray.nics] == [f"mlx5_{idx}" for idx in range(6)]  # the first two are the DPUs
+    chosen = [[nic.name for nic in choose_nics(tray, idx)] for idx in range(4)]
+    assert chosen == [["mlx5_2"], ["mlx5_3"], ["mlx5_4"], ["mlx5_5"]]
+
+
 def test_nic_can_be_ordered(tray: Topology, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYBRID_EP_NICS", "mlx5_3, mlx5_2")
     assert [getattr(choose_nic(tray, idx), "name", None) for idx in range(4)] == ["mlx5_3", "mlx5_2"] * 2
