@@ -10,21 +10,9 @@ from typing import Any
 from hybrid_ep.k8s.manifest import Manifest, PodTemplate, json_path
 from hybrid_ep.k8s.schema import QUANTITY
 
-__all__ = ["NETWORKS", "added_capabilities", "amount", "amounts", "containers", "containers_of", "environment", "gpus"]
-__all__ += [
-    "fits",
-    "is_network",
-    "is_nic",
-    "items",
-    "main",
-    "mounted_file",
-    "nearly",
-    "nics",
-    "option",
-    "running",
-    "runs",
-]
-__all__ += ["security", "spec_of", "where_asked", "words"]
+__all__ = ["NETWORKS", "added_capabilities", "amount", "amounts", "containers", "containers_of", "environment"]
+__all__ += ["fits", "gpus", "is_network", "is_nic", "items", "main", "mounted_file", "nearly", "nics", "option"]
+__all__ += ["running", "runs", "security", "spec_of", "where_asked", "words"]
 
 # Whole GPUs, GPUs that are shared by time, and parts of them (MIG).
 _GPU = re.compile(r"nvidia\.com/(gpu(\.shared)?|mig-.+)|amd\.com/gpu|gpu\.intel\.com/(i915|xe)")
@@ -36,7 +24,7 @@ _NETWORK_CLASS = re.compile(r"dra\.?net|^netdev\.|^sriov\.")
 NETWORKS = ("k8s.v1.cni.cncf.io/networks", "networking.gke.io/interfaces")
 # Names under which device plugins offer NICs: rdma/ib, nvidia.com/hostdev, nvidia.com/roce_vf, vpc.amazonaws.com/efa …
 _NIC = re.compile(
-    r"rdma|roce|hostdev|sriov|efa$|(^|[-_/.])(vf|hca|ib|nic|vnic)s?([-_0-9].*)?$|mlnx|connectx", re.IGNORECASE
+    r"rdma|roce|hostdev|sriov|efa$|(^|[-_/.])(vf|hca|ib|nic|vnic|rail)s?([-_0-9].*)?$|mlnx|connectx", re.IGNORECASE
 )
 _FACTORS = {"": 1.0, "n": 1e-9, "u": 1e-6, "m": 1e-3}
 _FACTORS |= {letter: 1000.0**i for i, letter in enumerate("kMGTPE", 1)}
