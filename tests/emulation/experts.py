@@ -171,7 +171,9 @@ def check_ranks_that_disagree() -> None:
     """Other mappings, other sizes, and a combine at one of the ranks: all are told, and nobody waits for long."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     is_last = rank == num_ranks - 1
-    for what in ("redundancy_mapping", "sizes of experts", "call is"):
+    # The second mapping differs in three slots, of which a sum by slot number would not tell.
+    others = {"redundancy_mapping": [1, 1, 0], "of redundancy_mapping": [0, 0, 1]}
+    for what in (*others, "sizes of experts", "call is"):
         with hybrid_ep.Buffer(num_ranks_per_domain=num_ranks, timeout_s=4.0) as buffer:
             x = torch.zeros(4, 128, dtype=torch.bfloat16)
             idx = torch.zeros(4, 1, dtype=torch.int64)
@@ -185,10 +187,10 @@ def check_ranks_that_disagree() -> None:
                 topk_weights=torch.ones(4, 1),
             )
             assert isinstance(rows, Tensor)
-            mapping = torch.zeros(num_ranks, 1, dtype=torch.int64)
+            mapping = torch.tensor([[2], [1], [0]])
             experts = [torch.zeros(1, 64)]
-            if is_last and what == "redundancy_mapping":
-                mapping[0] = 1
+            if is_last and what in others:
+                mapping[:, 0] = torch.tensor(others[what])
             if is_last and what == "sizes of experts":
                 experts = [torch.zeros(1, 68)]
             call = functools.partial(buffer.lb_prefetch_weights, [one.clone() for one in experts], experts, mapping)

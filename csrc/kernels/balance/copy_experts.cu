@@ -11,6 +11,7 @@
 #include <cuda_runtime.h>
 
 #include "device/epilogue.cuh"
+#include "device/replica_mapping.cuh"
 #include "device/row_ring.cuh"
 #include "device/wait.cuh"
 #include "device/work_index.cuh"
@@ -89,9 +90,7 @@ __device__ void find_replicas(const CopyExpertsParams& params, Replicas& replica
     if (lane == 0) replicas.copied.count = count;
   } else if (warp == 2) {
     uint32_t sum = 0;
-    for (int i = lane; i < num_entries; i += 32) {
-      sum += (static_cast<uint32_t>(params.mapping[i]) + 1) * (2u * i + 1) * 2654435761u;
-    }
+    for (int i = lane; i < num_entries; i += 32) sum += checksum_part(i, params.mapping[i]);
     sum = __reduce_add_sync(kAllLanes, sum);
     if (lane == 0) replicas.checksum = sum;
   }
