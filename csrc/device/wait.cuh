@@ -36,10 +36,10 @@ __device__ inline void report_fault(FaultRecord* record, FaultKind kind, KernelN
 // Two words as a fault record holds them.
 __device__ inline int64_t as_one(uint32_t first, uint32_t second) { return static_cast<int64_t>(second) << 32 | first; }
 
-// Reports that a field of the peer's call differs from this rank's.
+// Reports that a field of the peer's call differs from this rank's, or from that of rank `witness`.
 __device__ inline void report_other_call(FaultRecord* record, KernelName kernel, CallField field, int rank, int peer,
-                                         int64_t mine, int64_t theirs) {
-  report_fault(record, FaultKind::kOtherCall, kernel, static_cast<WaitTag>(field), rank, peer, mine, theirs);
+                                         int64_t mine, int64_t theirs, int witness = -1) {
+  report_fault(record, FaultKind::kOtherCall, kernel, static_cast<WaitTag>(field), rank, peer, mine, theirs, witness);
 }
 
 // The same for the words of ControlBlock::ready, which ranks compare before anything is sent. The first that differs is

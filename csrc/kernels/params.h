@@ -49,12 +49,13 @@ struct Domain {
 struct DispatchParams {
   Domain domain;
   // What is sent.
-  const uint8_t* rows;        // [T, row_bytes]
-  const int64_t* topk_idx;    // [T, K]; nullptr: the route below is used as it is
-  const float* topk_weights;  // [T, K] or nullptr
-  const uint32_t* scales;     // [T, num_scales] 4-byte words or nullptr
+  const uint8_t* rows;              // [T, row_bytes]
+  const int64_t* topk_idx;          // [T, K]; nullptr: the route below is used as it is
+  const float* topk_weights;        // [T, K] or nullptr
+  const uint32_t* scales;           // [T, num_scales] 4-byte words or nullptr
+  const int64_t* mapping_checksum;  // [1] where rows are of experts, else nullptr
   int num_tokens, num_topk, num_experts, row_bytes, num_scales;
-  int32_t call[CountRow::kNumCallColumns];  // what is published of the call
+  int32_t call[CountRow::kNumCallColumns];  // what is published of the call, but for that checksum
   // Experts that a receiver sees: [range_first + r × range_step, … + range_size) at rank r; others become −1.
   int range_first, range_step, range_size;
   // Where this rank's rows land.

@@ -18,7 +18,8 @@ enum class CallField : int32_t {
   kNumTopk,
   kHasTopk,
   kHasWeights,
-  kNumSlots,  // spare slots of a rank, where rows are of experts
+  kNumSlots,        // spare slots of a rank, where rows are of experts
+  kReplicaMapping,  // a checksum, where rows are of experts or experts are copied
   kHidden,
   kDtype,
   kScaleDtype,
@@ -40,17 +41,16 @@ enum class CallField : int32_t {
   kLogFmt,       // of a low-latency combine
   kCall,         // CallKind, where kernels of different kinds meet
   // Of a copy of experts.
-  kExpertSizes,    // a checksum
-  kReplicaMapping  // a checksum
+  kExpertSizes  // a checksum
 };
 constexpr int kNumDispatchFields = static_cast<int>(CallField::kNumOfDispatch);
 
 inline const char* key_of(CallField field) {
-  constexpr const char* kKeys[] = {"num_experts",      "num_topk",   "has_topk",     "has_weights",    "num_slots",
-                                   "hidden",           "dtype",      "scale_dtype",  "num_scales",     "most_tokens",
-                                   "num_worst_tokens", "is_bounded", "drops_rows",   "arena",          "common_bound",
-                                   "pad_multiple",     "handle",     "num_weights",  "shape",          "global_scale",
-                                   "use_logfmt",       "call",       "expert_sizes", "replica_mapping"};
+  constexpr const char* kKeys[] = {"num_experts",     "num_topk",         "has_topk",   "has_weights", "num_slots",
+                                   "replica_mapping", "hidden",           "dtype",      "scale_dtype", "num_scales",
+                                   "most_tokens",     "num_worst_tokens", "is_bounded", "drops_rows",  "arena",
+                                   "common_bound",    "pad_multiple",     "handle",     "num_weights", "shape",
+                                   "global_scale",    "use_logfmt",       "call",       "expert_sizes"};
   return kKeys[static_cast<int>(field)];
 }
 

@@ -66,8 +66,9 @@ struct FaultRecord {
   WaitTag tag;  // of kOtherCall, the CallField in which the peer's call differs
   int32_t rank;
   int32_t peer;      // whose argument is wrong, or who did not come; −1 where no single rank is to blame
-  int32_t witness;   // the rank that was waited for, which itself waited for the peer; −1 if that was the peer
-  int64_t expected;  // epoch waited for, or what is allowed; of kOtherCall, this rank's value
+  int32_t witness;   // the rank that was waited for, which itself waited for the peer; −1 if that was the peer. Of
+                     // kOtherCall, the rank that has the expected value; −1 if that is this rank
+  int64_t expected;  // epoch waited for, or what is allowed; of kOtherCall, what the peer's value must equal
   int64_t seen;      // epoch seen, or the value found; the peer's
   // Of normal calls. Bit r: a wait for rank r was given up before the fault was written. Set by relaxed atomics at
   // system scope.

@@ -56,6 +56,8 @@ uint32_t BetweenCommunicator::dispatch(const DispatchShape& plan, const Dispatch
   params.topk_idx = tensors.topk_idx;
   params.topk_weights = tensors.topk_weights;
   params.scales = tensors.scales;
+  params.mapping_checksum = tensors.mapping_checksum;
+  params.num_mapped_ranks = plan.call.num_mapped_ranks;
   params.num_tokens = plan.num_tokens;
   params.num_topk = plan.num_topk;
   params.num_experts = plan.num_experts;

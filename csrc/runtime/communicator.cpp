@@ -181,6 +181,7 @@ uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors&
       is_new && tensors.topk_idx == nullptr ? reinterpret_cast<int64_t*>(tensors.route) : tensors.topk_idx;
   params.topk_weights = tensors.topk_weights;
   params.scales = tensors.scales;
+  params.mapping_checksum = tensors.mapping_checksum;
   params.num_tokens = plan.num_tokens;
   params.num_topk = plan.num_topk;
   params.num_experts = plan.num_experts;

@@ -31,6 +31,7 @@ DispatchCall call_of(const DispatchRequest& request) {
   call.common_bound = is_bounded ? request.common_bound.value_or(*request.bound) : kAbsent;
   call.drops_rows = request.drops_rows;
   call.num_slots = request.num_slots.value_or(kAbsent);
+  call.num_mapped_ranks = request.num_mapped_ranks.value_or(kAbsent);
   call.most_tokens = request.max_tokens.value_or(kAbsent);
   call.max_tokens = std::min(request.max_tokens.value_or(kMaxTokens), kMaxTokens);
   if (request.refusal) {
@@ -100,6 +101,7 @@ void write_fields(int32_t* fields, const RowFormat& format, const DispatchCall& 
   write(CallField::kHasTopk, call.has_topk);
   write(CallField::kHasWeights, format.weights.num > 0);
   write(CallField::kNumSlots, call.num_slots);
+  write(CallField::kReplicaMapping, kAbsent);  // which kernels read from device memory
   write(CallField::kHidden, format.rows.num);
   write(CallField::kDtype, call.dtype);
   write(CallField::kScaleDtype, call.scale_dtype);

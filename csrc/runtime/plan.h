@@ -48,7 +48,7 @@ struct DispatchRequest {
   bool has_topk, has_weights;
   std::optional<ExpertRange> expert_range;
   int pad_multiple;
-  std::optional<int> bound, common_bound, num_sms, max_tokens, num_slots;
+  std::optional<int> bound, common_bound, num_sms, max_tokens, num_slots, num_mapped_ranks;
   bool drops_rows;
   std::optional<int> refusal;
 };
@@ -58,6 +58,7 @@ struct DispatchCall {
   int dtype, scale_dtype;  // kAbsent without scales
   bool has_topk;           // whether the routing came as top-k indices
   int num_slots;           // spare slots of a rank, where rows are of experts; otherwise kAbsent
+  int num_mapped_ranks;    // whose spare slots one mapping has; otherwise kAbsent
   int num_worst_tokens;    // that all ranks give alike, or kAbsent
   int common_bound;        // of a bound call: rows that each slot must hold; otherwise kAbsent
   bool drops_rows;         // beyond the bound, and only the route's flag says so
@@ -103,6 +104,7 @@ struct DispatchTensors {
   const float* topk_weights;
   const uint32_t* scales;
   int32_t* route;
+  const int64_t* mapping_checksum;  // where rows are of experts
 };
 
 // What a handle of an expert-major dispatch keeps of the rows that arrived, in this order.

@@ -21,7 +21,7 @@ from torch import Tensor
 from hybrid_ep.buffers.base import BaseBuffer
 from hybrid_ep.core import kernels
 from hybrid_ep.core.checks import MAX_TOPK, require
-from hybrid_ep.engine.calls import DispatchRequest, ExpertCopies, Routing, Rows
+from hybrid_ep.engine.calls import DispatchRequest, ExpertCopies, ReplicaMapping, Routing, Rows
 
 __all__ = ["CountExchange", "ReplicaRoutes", "add_gradients", "copy_weights", "route_replicas"]
 
@@ -37,7 +37,7 @@ class ReplicaRoutes(NamedTuple):
 
     Attributes:
         first_rank: rank of the mapping's first row.
-        mapping: ``[ranks, B]`` int64, contiguous.
+        mapping: which the routes are of.
         sent: ``[n]`` int64: experts of this rank that have a replica, ascending; then −1.
         columns: ``[n, R]`` int64: the ranks that get each of them, rank r in column r, or −1.
         arrived: ``[B]`` int64: index, among the experts that arrive, of the one in each spare slot; −1 if it is empty.
@@ -45,7 +45,7 @@ class ReplicaRoutes(NamedTuple):
     """
 
     first_rank: int
-    mapping: Tensor
+    mapping: ReplicaMapping
     sent: Tensor
     columns: Tensor
     arrived: Tensor
@@ -66,14 +66,15 @@ def route_replicas(buffer: BaseBuffer, mapping: Tensor, num_local: int, first_ra
     num_sent = min(mapping.numel(), num_local)  # no more experts have a replica
     most = max(num_local, num_slots)
     if kernels.run_on(mapping) and most <= kernels.native.replica_routes_max_experts:
-        sizes = (num_sent, num_sent * buffer.group_size, num_slots, num_slots)
-        sent, columns, arrived, homes = mapping.new_empty(sum(sizes)).split(sizes)
+        sizes = (num_sent, num_sent * buffer.group_size, num_slots, num_slots, 1)
+        sent, columns, arrived, homes, checksum = mapping.new_empty(sum(sizes)).split(sizes)
         kernels.native.replica_routes(
             mapping=mapping.data_ptr(),
             sent=sent.data_ptr(),
             columns=columns.data_ptr(),
             arrived=arrived.data_ptr(),
             homes=homes.data_ptr(),
+            checksum=checksum.data_ptr(),
             num_mapped_ranks=num_mapped_ranks,
             num_slots=num_slots,
             num_local=num_local,
@@ -83,7 +84,8 @@ def route_replicas(buffer: BaseBuffer, mapping: Tensor, num_local: int, first_ra
             first_rank=first_rank,
             **kernels.place_of(mapping),
         )
-        return ReplicaRoutes(first_rank, mapping, sent, columns.view(num_sent, buffer.group_size), arrived, homes)
+        columns = columns.view(num_sent, buffer.group_size)
+        return ReplicaRoutes(first_rank, ReplicaMapping(mapping, checksum), sent, columns, arrived, homes)
     device = mapping.device
     local = mapping - (buffer.rank - first_rank) * num_local
     wanted = (local.unsqueeze(0) == torch.arange(num_local, device=device).view(-1, 1, 1)).any(2)
@@ -98,12 +100,21 @@ def route_replicas(buffer: BaseBuffer, mapping: Tensor, num_local: int, first_ra
     nth = ((mine < mine.unsqueeze(1)) & is_first & (mine >= 0)).sum(1)
     return ReplicaRoutes(
         first_rank,
-        mapping,
+        ReplicaMapping(mapping, _checksum_of(mapping)),
         sent=torch.where(has_replica[order], order, -1),
         columns=columns,
         arrived=torch.where(mine >= 0, nth, -1),
         homes=torch.where(mine >= 0, mine.div(num_local, rounding_mode="floor") + first_rank, -1),
     )
+
+
+def _checksum_of(mapping: Tensor) -> Tensor:
+    """``[1]`` int64: the checksum of csrc/device/replica_mapping.cuh."""
+    mixed = mapping.flatten() * 0x9E3779B1 + torch.arange(mapping.numel(), device=mapping.device) * 0x85EBCA77
+    for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39), (15, 1)):
+        mixed = mixed & 0xFFFFFFFF
+        mixed = (mixed ^ mixed >> shift) * factor
+    return (mixed & 0xFFFFFFFF).sum(0, keepdim=True).bitwise_and(0xFFFFFFFF) >> 1
 
 
 def copy_weights(
@@ -152,7 +163,7 @@ def add_gradients(
 ) -> None:
     """Adds ``spare[B, *shape]`` of all ranks to float32 ``homes[LE, *shape]``. Collective over the group.
 
-    If the mapping has all ranks of the group, the host waits for nothing, and without a replica nothing is sent.
+    If the mapping has all ranks of the group, the host waits for nothing, and without a replica no row is sent.
 
     Args:
         buffer: moves the rows.
@@ -172,17 +183,16 @@ def add_gradients(
     most = None
     if len(mapping) == buffer.group_size:
         most = max(Counter(expert // num_local for _, expert in replicas).values(), default=0)
-        if most == 0:
-            return
+    num_sent = 0 if most == 0 else num_slots  # without replicas, ranks only compare their mappings
     own = buffer.rank - first_rank
     sources = [(rank != own, expert - own * num_local) for rank, expert in replicas if expert // num_local == own]
     in_order = sorted(range(len(sources)), key=lambda i: sources[i][0])  # this rank's first
     for part in _parts_of(homes, num_slots):
-        records = part.empty(num_slots, homes[0].device)
+        records = part.empty(num_sent, homes[0].device)
         for cut in part.cuts:
             target = records[:, cut.in_record : cut.in_record + cut.num_bytes].view(torch.float32)
-            target.copy_(_elements(spare[cut.tensor], cut))
-        columns = _of_rows(routes.homes.unsqueeze(1), part.num_rows)
+            target.copy_(_elements(spare[cut.tensor], cut)[:num_sent])
+        columns = _of_rows(routes.homes[:num_sent].unsqueeze(1), part.num_rows)
         bound = None if most is None else most * part.num_rows
         rows = _send(buffer, part.as_rows(records), columns, bound, num_sms, routes.mapping)
         arrived = part.as_records(rows, len(sources))
@@ -240,7 +250,7 @@ def _send(
     columns: Sequence[Tensor],
     bound: int | None,
     num_sms: int | None,
-    replicas: Tensor | None = None,
+    replicas: ReplicaMapping | None = None,
 ) -> Tensor:
     """Sends ``[T, W]`` bf16 rows to ranks.
 

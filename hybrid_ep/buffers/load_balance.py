@@ -42,14 +42,8 @@ def _sums_nothing(
     num_sms: object = 0,
     previous_event: object = None,
 ) -> bool:
-    """Whether no rank sends gradients for such arguments: see `add_gradients`."""
-    mapping = redundancy_mapping
-    if _are_none(redundant_expert_grads, expert_grads):
-        return True
-    if not isinstance(mapping, Tensor) or mapping.is_meta or mapping.dtype not in _MAPPING_DTYPES:
-        return False
-    has_all_ranks = mapping.dim() == 2 and mapping.shape[0] == buffer.group_size
-    return has_all_ranks and not bool((mapping >= 0).any())
+    """The same of gradients."""
+    return _are_none(redundant_expert_grads, expert_grads)
 
 
 class LoadBalanceCalls(BaseBuffer):
@@ -83,8 +77,8 @@ class LoadBalanceCalls(BaseBuffer):
 
         Raises:
             ConfigError: an argument does not fit, a tensor is not contiguous, or, where the mapping is on a CPU, it
-                names no expert of the domain. Also if mappings of ranks differ: on the torch engine, and from a later
-                call on the cuda engine inside a domain, which compares sizes of experts, too.
+                names no expert of the domain. Also if mappings of ranks differ, or inside a domain of the cuda engine
+                sizes of experts: on that engine from a later call.
             TimeoutError, TransportError: a rank was lost; on the cuda engine from a later call.
         """
         spare = _tensors("redundant_expert_weights", redundant_expert_weights)
@@ -118,8 +112,7 @@ class LoadBalanceCalls(BaseBuffer):
             An event on the current stream, behind the sums.
 
         Raises:
-            ConfigError: as `lb_prefetch_weights`, or gradients are not float32. Mappings are compared on the torch
-                engine only.
+            ConfigError: as `lb_prefetch_weights`, or gradients are not float32. Nothing is added then.
             TimeoutError, TransportError: a rank was lost.
         """
         spare = _tensors("redundant_expert_grads", redundant_expert_grads)

@@ -108,6 +108,7 @@ FIELDS: dict[str, Field] = {
     "has_topk": Field("whether topk_idx is given", _as_bool),
     "has_weights": Field("whether topk_weights are given", _as_bool),
     "num_slots": Field("spare slots of a rank", _as_number),
+    "replica_mapping": Field("checksum of redundancy_mapping", _as_number),
     "hidden": Field("hidden", _as_number),
     "dtype": Field("dtype of the rows", _as_dtype),
     "scale_dtype": Field("dtype of the scales", _as_dtype),
@@ -128,7 +129,6 @@ FIELDS: dict[str, Field] = {
     "masked": Field("bits of the masked ranks", _as_number),
     "numel": Field("elements of the tensor", _as_number),
     "expert_sizes": Field("checksum of the sizes of experts and spare slots", _as_number),
-    "replica_mapping": Field("checksum of redundancy_mapping", _as_number),
     # Not compared. A rank with too many tokens has (their number << 32 | the most allowed) in the first of these.
     "too_many_tokens": Field("tokens of a rank", _as_number),
     "refusal": Field("number of a refusal", _as_number),

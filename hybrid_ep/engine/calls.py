@@ -36,6 +36,7 @@ __all__ = [
     "Permuted",
     "RepeatedDispatch",
     "RepeatedLowLatencyDispatch",
+    "ReplicaMapping",
     "Routing",
     "Rows",
     "missing_signal",
@@ -243,6 +244,19 @@ def missing_signal(rank: int, source: int, signal: int, waited_s: float) -> Time
     return TimeoutError("low_latency_combine: rows of experts", rank, None, detail, timeout_s=waited_s)
 
 
+class ReplicaMapping(NamedTuple):
+    """Which expert is in each spare slot.
+
+    Attributes:
+        experts: ``[ranks, B]`` int64, contiguous: an expert or −1, in the slots of all ranks or of those of a domain;
+            equal at these ranks.
+        checksum: ``[1]`` int64 on the same device, of `experts`.
+    """
+
+    experts: Tensor
+    checksum: Tensor
+
+
 class DispatchRequest(NamedTuple):
     """A dispatch that makes its route.
 
@@ -256,8 +270,8 @@ class DispatchRequest(NamedTuple):
         common_bound: with a bound that differs between ranks, a bound of them all, equal at all ranks.
         pad_multiple: 0 = rows by source; otherwise by local expert, blocks padded to a multiple.
         num_expert_sms: SMs that make the further copies of a permuted row; None = the engine's choice.
-        replicas: where rows are of experts, ``[ranks, B]`` int64 on their device: the expert in each slot, or −1, of
-            the ranks of the group or of this domain, equal at these ranks; otherwise None.
+        replicas: where rows are of experts, the mapping after which they are sent, on their device; otherwise None.
+            If the call fails, rows of a bound are zero.
         again: handle of the dispatch whose routing is sent again, that of the same dispatch at all ranks; otherwise
             None.
         drops_rows: of a permuted dispatch with a bound: what `PermuteHandle.overflow` reports is no error.
@@ -271,7 +285,7 @@ class DispatchRequest(NamedTuple):
     common_bound: int | None = None
     pad_multiple: int = 0
     num_expert_sms: int | None = None
-    replicas: Tensor | None = None
+    replicas: ReplicaMapping | None = None
     again: DispatchHandle | None = None
     drops_rows: bool = False
 

@@ -185,6 +185,7 @@ class CudaBetween(TorchEngine):
         planned = plan_dispatch_between(self.grid.rank, self.grid.num_ranks, shape_of(request, self.grid))
         plan, num_tokens = planned.native, planned.num_tokens
         again = ABSENT if request.again is None else state_of(request.again, BetweenRoute).number
+        checksum = address(None if request.replicas is None else request.replicas.checksum)
         num_topk = topk_idx.shape[1]
         sizes = RouteSizes(self.grid.num_domains, self.grid.num_ranks_per_domain, num_tokens, num_topk, num_experts)
         if bound is not None:
@@ -203,6 +204,7 @@ class CudaBetween(TorchEngine):
                     topk_idx.data_ptr(),
                     address(routing.topk_weights),
                     base,
+                    checksum,
                     held_capacity,
                     again,
                     lease,
@@ -267,7 +269,7 @@ class CudaBetween(TorchEngine):
         try:
             while True:
                 host_counts = self._launch(
-                    plan, sent, 0, 0, route.address, route.held_capacity, route.number, lease, stream, None
+                    plan, sent, 0, 0, route.address, 0, route.held_capacity, route.number, lease, stream, None
                 )
                 if host_counts is None or not host_counts.needs_capacity:
                     break
@@ -294,6 +296,7 @@ class CudaBetween(TorchEngine):
         topk_idx: int,
         topk_weights: int,
         route: int,
+        checksum: int,
         held_capacity: int,
         handle: int,
         lease: SlotLease,
@@ -305,7 +308,7 @@ class CudaBetween(TorchEngine):
         Args:
             plan: of the call.
             rows: aligned.
-            topk_idx, topk_weights, route: addresses.
+            topk_idx, topk_weights, route, checksum: addresses; the last one of a mapping's.
             held_capacity: of the route.
             handle: number of the dispatch whose route or routing is used again; ABSENT where there is none.
             lease: of the slot where its rows land.
@@ -319,6 +322,7 @@ class CudaBetween(TorchEngine):
             topk_weights=topk_weights,
             scales=address(rows.scales),
             route=route,
+            mapping_checksum=checksum,
             held_capacity=held_capacity,
             handle=handle,
             slot_idx=lease.slot_idx,

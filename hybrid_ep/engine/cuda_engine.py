@@ -171,8 +171,8 @@ class CudaEngine(Engine):
         return Dispatched(received, output.experts, output.weights, sent.reported, handle)
 
     def repeat_of(self, request: DispatchRequest) -> RepeatedDispatch | None:
-        # A handle has tensors, and differs from call to call.
-        if request.bound is None or request.again is not None:
+        # Handles and mappings have tensors, and differ from call to call.
+        if request.bound is None or request.again is not None or request.replicas is not None:
             return None
         planned = plan_dispatch(self.grid.rank, self.grid.num_ranks, shape_of(request, self.grid))
         if planned.refusal is not None:
@@ -397,13 +397,22 @@ class CudaEngine(Engine):
         planned = plan_dispatch(self.grid.rank, self.grid.num_ranks, shape_of(request, self.grid))
         plan, max_rows = planned.native, planned.max_rows
         again = ABSENT if request.again is None else state_of(request.again, Route).number
+        checksum = address(None if request.replicas is None else request.replicas.checksum)
         self._arena.holds(planned.slot_bytes)  # raises in a capture if slots would have to grow
         sent = aligned_rows(rows)
         lease = self._arena.lease(stream)
         try:
             chunk, base = self._routes.take(plan.route_ints, stream, alone=lease.is_captured)
             lease, host_counts, reported = self._launch(
-                plan, sent, routing.topk_idx.data_ptr(), address(routing.topk_weights), base, again, lease, stream
+                plan,
+                sent,
+                routing.topk_idx.data_ptr(),
+                address(routing.topk_weights),
+                base,
+                checksum,
+                again,
+                lease,
+                stream,
             )
             if planned.refusal is not None:
                 raise ConfigError(planned.refusal)
@@ -442,6 +451,7 @@ class CudaEngine(Engine):
         topk_idx: int,
         topk_weights: int,
         route: int,
+        checksum: int,
         handle: int,
         lease: SlotLease,
         stream: int,
@@ -451,7 +461,7 @@ class CudaEngine(Engine):
         Args:
             plan: of the call.
             rows: aligned.
-            topk_idx, topk_weights, route: addresses.
+            topk_idx, topk_weights, route, checksum: addresses; the last one of a mapping's.
             handle: number of the dispatch whose route or routing is used again; ABSENT where there is none.
             lease: of the slot where its rows land. It is given back where this raises.
             stream: that it runs on.
@@ -469,6 +479,7 @@ class CudaEngine(Engine):
                     topk_weights,
                     address(rows.scales),
                     route,
+                    checksum,
                     handle,
                     lease.slot_idx,
                     lease.slots_wanted,
@@ -522,7 +533,7 @@ class CudaEngine(Engine):
             num_rows: of the result.
         """
         sent = aligned_rows(rows)
-        lease, _, _ = self._launch(plan, sent, 0, 0, route.address, route.number, self._arena.lease(stream), stream)
+        lease, _, _ = self._launch(plan, sent, 0, 0, route.address, 0, route.number, self._arena.lease(stream), stream)
         self._count_sent(route, plan)
         return _Sent(plan, lease, stream, route, num_rows, None)
 

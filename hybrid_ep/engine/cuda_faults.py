@@ -37,7 +37,7 @@ def as_error(fault: _cuda.Fault, grid: RankGrid, refusals: Refusals) -> HybridEP
     """Returns the error for a fault, in the same words at every rank that has found the same."""
     rank, peer = grid.rank, rank_of(fault.peer, grid)
     if fault.kind == _cuda.FaultKind.OTHER_CALL:
-        return _other_call(fault, rank, peer)
+        return _other_call(fault, rank if fault.witness < 0 else rank_of(fault.witness, grid), peer)
     if fault.kind == _cuda.FaultKind.REFUSED:
         return refusals.read(peer, fault.seen)
     if fault.kind == _cuda.FaultKind.OVERFLOW:
@@ -62,7 +62,7 @@ def rank_of(peer: int, grid: RankGrid) -> int:
 
 
 def _other_call(fault: _cuda.Fault, rank: int, peer: int) -> ConfigError:
-    """The error for a field that differs; `fault.tag` is its key."""
+    """The error for a field in which a rank and its peer differ; `fault.tag` is its key."""
     key, mine, theirs = fault.tag, fault.expected, fault.seen
     if key == "handle" and ABSENT in (mine, theirs):
         calls = [CALLS.index("dispatch" if value == ABSENT else "dispatch along a handle") for value in (mine, theirs)]

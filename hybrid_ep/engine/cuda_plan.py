@@ -77,7 +77,7 @@ class DispatchShape(NamedTuple):
         common_bound: with a bound that differs between ranks, a bound of them all, equal at all ranks.
         num_sms: SMs to use; None = the default.
         max_tokens: the most tokens of a rank, equal at all ranks; None = what the kernels take.
-        num_slots: of a rank, where rows are of experts; otherwise None.
+        replicas: shape of the mapping, where rows are of experts; otherwise None.
         drops_rows: as in `DispatchRequest`.
         refusal: number of the refusal of this rank, which then sends nothing; None = the call is not refused.
     """
@@ -95,7 +95,7 @@ class DispatchShape(NamedTuple):
     common_bound: int | None
     num_sms: int | None
     max_tokens: int | None
-    num_slots: int | None = None
+    replicas: torch.Size | None = None
     drops_rows: bool = False
     refusal: int | None = None
 
@@ -121,6 +121,14 @@ class DispatchShape(NamedTuple):
     def scale_dtype_code(self) -> int:
         return ABSENT if self.scales is None else dtype_code(self.scales[1])
 
+    @property
+    def num_mapped_ranks(self) -> int | None:
+        return None if self.replicas is None else self.replicas[0]
+
+    @property
+    def num_slots(self) -> int | None:
+        return None if self.replicas is None else self.replicas[1]
+
 
 def shape_of(request: DispatchRequest, grid: RankGrid) -> DispatchShape:
     """The shape of a dispatch that makes its route."""
@@ -139,7 +147,7 @@ def shape_of(request: DispatchRequest, grid: RankGrid) -> DispatchShape:
         common_bound,
         num_sms,
         routing.max_tokens,
-        None if replicas is None else replicas.shape[1],
+        None if replicas is None else replicas.experts.shape,
         drops_rows,
     )
 

@@ -72,7 +72,7 @@ def refuse_within(engine: CudaEngine, call: str, number: int) -> None:
         planned = _cuda.DispatchPlan(_dispatch_shape(num_ranks, number), engine.grid.rank, num_ranks)
         with engine._arena.lease(stream) as lease:
             _, route = engine._routes.take(planned.route_ints, stream, alone=False)
-            engine._launch(planned, _no_rows(engine.device), 0, 0, route, ABSENT, lease, stream)
+            engine._launch(planned, _no_rows(engine.device), 0, 0, route, 0, ABSENT, lease, stream)
     engine._order.end()
 
 
@@ -88,5 +88,5 @@ def refuse_between(engine: CudaBetween, call: str, number: int) -> None:
         planned = _cuda.DispatchShape(_dispatch_shape(grid.num_ranks, number), grid.rank, grid.num_ranks)
         rows = _no_rows(engine.device)
         with engine._arena.lease(stream) as lease:
-            engine._launch(planned, rows, 0, 0, no_rows.data_ptr(), 0, ABSENT, lease, stream, None)
+            engine._launch(planned, rows, 0, 0, no_rows.data_ptr(), 0, 0, ABSENT, lease, stream, None)
     engine._order.end()

@@ -138,10 +138,12 @@ class TorchEngine(Engine):
             "pad_multiple": pad_multiple,
         }
         if request.replicas is not None:
-            same["num_slots"] = request.replicas.shape[1]
+            same["num_slots"] = request.replicas.experts.shape[1]
         if request.again is not None:
             same["handle"] = state_of(request.again, _Route).number
-        if request.bound is not None and request.common_bound is None and not pad_multiple:  # permuted ones may differ
+        # Permuted ones may differ, and that of rows of experts follows from the mapping.
+        is_alike = request.common_bound is None and not pad_multiple and request.replicas is None
+        if request.bound is not None and is_alike:
             same["num_worst_tokens"] = request.bound
         if routing.max_tokens is not None:
             same["most_tokens"] = routing.max_tokens
@@ -150,7 +152,7 @@ class TorchEngine(Engine):
         name = "dispatch_with_permute" if pad_multiple else "dispatch"
         call, sent = self._begin(name, rows.data.device, same, layout.num_tokens_per_rank)
         if request.replicas is not None:
-            self._require_same_replicas(request.replicas)
+            self._require_same_replicas(request.replicas.experts)
         num_local = routing.num_experts // grid.num_ranks
 
         # Hop 1: to every domain that needs the token.

@@ -421,16 +421,15 @@ def check_refused_moves_of_experts(device: str = "cpu") -> None:
         buffer.lb_reduce_grads(**given)
         total = float(buffer.grid.num_ranks_per_domain) if rank in buffer.grid.domain[:1] else 0.0
         equal(sums[0], torch.full((8, 16), total), "sums of gradients")
-        # Where nothing moves, no rank waits for another, and the error is that rank's alone.
+        # Without replicas, too: other ranks may have some.
         without_replicas = given | {"redundancy_mapping": torch.full_like(mapping, -1)}
-        without_tensors = {
-            "redundant_expert_weights": [],
-            "expert_weights": [],
-            "redundancy_mapping": torch.full_like(mapping, -1),
-        }
-        if buffer.grid.num_domains == 1:
-            _refuse_alone(buffer.lb_reduce_grads, without_replicas, {"num_sms": -1})
-        _refuse_alone(buffer.lb_prefetch_weights, without_tensors, {"num_sms": -1})
+        _refuse(buffer.lb_reduce_grads, without_replicas, {"num_sms is -1": {"num_sms": -1}}, device)
+        # Without tensors no rank waits for another, and the error is that rank's alone.
+        mapping_alone = {"redundancy_mapping": torch.full_like(mapping, -1)}
+        without_weights = {"redundant_expert_weights": [], "expert_weights": []} | mapping_alone
+        without_grads = {"redundant_expert_grads": [], "expert_grads": []} | mapping_alone
+        _refuse_alone(buffer.lb_prefetch_weights, without_weights, {"num_sms": -1})
+        _refuse_alone(buffer.lb_reduce_grads, without_grads, {"num_sms": -1})
         equal(calls.round_trip()[1], want.cpu(), "after refused moves of experts")
         buffer.lb_prefetch_weights(spare, experts, mapping)
         equal(calls.round_trip()[1], want.cpu(), "after moves of experts")

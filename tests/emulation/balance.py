@@ -178,6 +178,7 @@ def check_routes(count: int, device: str = "cpu") -> None:
         for name in ("sent", "columns", "arrived", "homes"):
             about = f"seed {seed}, rank {rank} of {num_domains} × {per_domain}, {num_local} experts: {name}"
             equal(getattr(got, name).cpu(), getattr(want, name), about)
+        equal(got.mapping.checksum.cpu(), want.mapping.checksum, f"seed {seed}: checksum")
 
 
 def check_take(count: int, device: str = "cpu") -> None:

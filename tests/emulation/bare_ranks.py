@@ -225,6 +225,7 @@ class Rank(End):
             num_sms=_NUM_SMS,
             max_tokens=None,
             num_slots=None,
+            num_mapped_ranks=None,
             drops_rows=False,
             refusal=None,
         )
@@ -246,6 +247,7 @@ class Rank(End):
             topk_weights=weights.address,
             scales=0,
             route=route.address,
+            mapping_checksum=0,
             held_capacity=held_capacity,
             handle=_ABSENT,
             slot_idx=1,

@@ -29,8 +29,11 @@ _SEND_HOME = "kernels/combine/send_runs.cuh"
 _PEER = "kernels/low_latency_between/peer_chunk.cuh"
 _HOME = "kernels/low_latency_between/combine.cu"
 _EXPERTS = "kernels/balance/copy_experts.cu"
+_WITHIN, _REPORT = "kernels/dispatch/exchange.cuh", "kernels/dispatch/report.cuh"
 
 _COPIES = (4, "emulation.experts.check_copies")
+_OTHER_MAPPINGS = "multi_process.test_load_balance.check_other_mappings"
+_ZERO_ROWS = "clear_rows(slot + params.slot.rows, static_cast<int64_t>(params.row_limit) * params.row_bytes);"
 
 _SOME_CHUNKS = 40  # of a call to a peer, fewer than slots
 
@@ -161,7 +164,7 @@ STEPS = [
     Step(
         "whether dispatches are the same",
         _EXCHANGE,
-        "same &= makes_same_call(params, header, source);",
+        "same &= makes_same_call(params, waiter, epoch, header, source, &ok);",
         ";",
         _in_domains("battery.other_calls.check_other_calls"),
     ),
@@ -333,6 +336,22 @@ STEPS = [
         "0u",
         (3, "emulation.experts.check_ranks_that_disagree"),
     ),
+    Step(
+        "ranks of a dispatch compare mappings",
+        _WITHIN,
+        "is_checksum ? static_cast<int>(*params.mapping_checksum) : params.call[column]",
+        "params.call[column]",
+        (2, _OTHER_MAPPINGS, 2),
+    ),
+    Step("no row of experts is left in memory", _REPORT, _ZERO_ROWS, ";", (2, _OTHER_MAPPINGS, 2)),
+    Step(
+        "ranks of several domains compare mappings",
+        _EXCHANGE,
+        "if (!has_same_mapping(params, waiter, epoch, header, source, ok)) return false;",
+        ";",
+        (4, _OTHER_MAPPINGS, 2),
+    ),
+    Step("no row of experts is left in memory between domains", _DISPATCH, _ZERO_ROWS, ";", (4, _OTHER_MAPPINGS, 2)),
 ]
 
 _END = "emulated::end_process()"

@@ -22,6 +22,7 @@ from tests.emulation.experts import (
     draw_experts,
     draw_mapping,
 )
+from tests.multi_process.test_load_balance import check_other_mappings
 from tests.rank_pool import RankPool
 
 NUM_GPUS = torch.cuda.device_count()
@@ -163,6 +164,11 @@ def test_weights_and_gradients_move(run_gpus: RunGpus, num_ranks: int) -> None:
     if num_ranks > NUM_GPUS:
         pytest.skip(f"{num_ranks} GPUs are needed, {NUM_GPUS} are visible")
     run_gpus(num_ranks, _move)
+
+
+@pytest.mark.skipif(NUM_GPUS < 2, reason="two GPUs are needed")
+def test_ranks_with_other_mappings_are_told_so(run_gpus: RunGpus) -> None:
+    run_gpus(2, check_other_mappings, 2, "cuda")
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

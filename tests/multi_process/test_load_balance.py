@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from unittest import mock
@@ -133,27 +134,73 @@ def test_domains_with_other_numbers_of_slots_are_told_so(run_ranks: RunRanks) ->
     run_ranks(NUM_RANKS, check_other_slots)
 
 
-def _move_by_another_mapping(per_domain: int) -> None:
-    """The last rank has another mapping than its domain: every rank is told the same, and all go on."""
-    rank, last = dist.get_rank(), NUM_RANKS - 1
-    right = torch.zeros(per_domain, 2, dtype=torch.int32)
-    wrong = right.clone()
-    wrong[1, 0] = 1
-    told = (
-        f"the expert in slot 0 of rank {NUM_RANKS - per_domain + 1} is 0 at rank {NUM_RANKS - per_domain} and 1 at "
-        f"rank {last}; allowed: the same on every rank"
-    )
-    with hybrid_ep.Buffer(num_ranks_per_domain=per_domain) as buffer:
-        for move in (buffer.lb_prefetch_weights, buffer.lb_reduce_grads):
-            with pytest.raises(hybrid_ep.ConfigError) as refused:
-                move(torch.zeros(2, 24), torch.zeros(NUM_LOCAL, 24), wrong if rank == last else right)
-            assert str(refused.value) == told
-            move(torch.zeros(2, 24), torch.zeros(NUM_LOCAL, 24), right)
+def _about_mapping(engine: str, first: int, entry: str, ours: int, theirs: int) -> str:
+    """What an error says if the last rank has another mapping than rank `first`, as a regular expression.
+
+    Args:
+        engine: the torch engine names the first entry that differs, the others a checksum.
+        first: rank.
+        entry: as the torch engine names it.
+        ours: expert in it, at rank `first`.
+        theirs: at the last rank.
+    """
+    last, allowed = dist.get_world_size() - 1, "; allowed: the same on every rank"
+    if engine == "torch":
+        return re.escape(f"the expert in {entry} is {ours} at rank {first} and {theirs} at rank {last}{allowed}")
+    return rf"(?=.* at rank {last}\b)checksum of redundancy_mapping is \d+ at rank \d+ and \d+ at rank \d+{allowed}"
+
+
+def check_other_mappings(per_domain: int, device: str = "cpu") -> None:
+    """The last rank has another mapping than its domain, or than all ranks: every rank is told, and all go on.
+
+    Nothing is added then, also of rows that an earlier call has left in memory.
+    """
+    num_ranks, last = dist.get_world_size(), dist.get_world_size() - 1
+    rank = dist.get_rank()
+    with hybrid_ep.Buffer(dist.group.WORLD, num_ranks_per_domain=per_domain) as buffer:
+
+        def of_domain(move: Callable[..., object], values: list[Tensor], mapping: Tensor) -> None:
+            move(*values, mapping)
+
+        def of_all(move: Callable[..., object], values: list[Tensor], mapping: Tensor) -> None:
+            if move == buffer.lb_prefetch_weights:
+                expert_moves.copy_weights(buffer, mapping, values[:1], values[1:])
+            else:
+                routes = expert_moves.route_replicas(buffer, mapping, NUM_LOCAL)
+                expert_moves.add_gradients(buffer, routes, mapping.tolist(), values[:1], values[1:])
+
+        def until_told(call: Callable[..., object], *args: object) -> None:
+            call(*args)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            buffer.raise_pending()
+
+        for call, mapped in ((of_domain, per_domain), (of_all, num_ranks)):
+            first = num_ranks - mapped
+            right = torch.ones(mapped, 2, dtype=torch.int64, device=device)
+            one = right.clone()
+            one[1, 0] = 0
+            two = right.clone()
+            two[0] = torch.tensor([4, 0])
+            wrongs = ((one, 1, 0), (two, 0, 4), (torch.full_like(right, -1), 0, -1))  # and the first entry that differs
+            for move in (buffer.lb_prefetch_weights, buffer.lb_reduce_grads):
+                for wrong, of_rank, expert in wrongs:
+                    values = [torch.full((2, 24), 5.0, device=device), torch.zeros(NUM_LOCAL, 24, device=device)]
+                    call(move, values, right)
+                    kept = values[1].clone()
+                    with pytest.raises(hybrid_ep.ConfigError) as refused:
+                        until_told(call, move, values, wrong if rank == last else right)
+                    told, about = str(refused.value), (move.__name__, mapped, wrong.tolist())
+                    entry = f"slot 0 of rank {first + of_rank}"
+                    want = _about_mapping(buffer.engine.name, first, entry, 1, expert)
+                    assert re.fullmatch(want, told), (told, about)
+                    assert torch.equal(values[1], kept), about
+                    call(move, values, right)
 
 
 @pytest.mark.parametrize("per_domain", [4, 2])
 def test_ranks_with_other_mappings_are_told_so(run_ranks: RunRanks, per_domain: int) -> None:
-    run_ranks(NUM_RANKS, _move_by_another_mapping, per_domain)
+    run_ranks(NUM_RANKS, check_other_mappings, per_domain)
 
 
 def _counts() -> list[list[int]]:
@@ -237,7 +284,7 @@ def test_weights_of_all_tensors_go_in_one_dispatch(monkeypatch: pytest.MonkeyPat
     assert not any(bool(one[1].any()) for one in spare)
 
 
-@pytest.mark.parametrize(("mapping", "want"), [([2, -1, 2], [2]), ([-1, -1, -1], [])])
+@pytest.mark.parametrize(("mapping", "want"), [([2, -1, 2], [2]), ([-1, -1, -1], [0])])
 def test_gradients_of_all_ranks_have_a_known_number(
     monkeypatch: pytest.MonkeyPatch, mapping: list[int], want: list[int]
 ) -> None:

@@ -65,17 +65,17 @@ void add_balance(pybind11::module_& module) {
   module.attr("replica_routes_max_experts") = kMaxExperts;
   module.def(
       "replica_routes",
-      [](uintptr_t mapping, uintptr_t sent, uintptr_t columns, uintptr_t arrived, uintptr_t homes, int num_mapped_ranks,
-         int num_slots, int num_local, int num_sent, int num_ranks, int rank, int first_rank, int device,
-         uintptr_t stream) {
+      [](uintptr_t mapping, uintptr_t sent, uintptr_t columns, uintptr_t arrived, uintptr_t homes, uintptr_t checksum,
+         int num_mapped_ranks, int num_slots, int num_local, int num_sent, int num_ranks, int rank, int first_rank,
+         int device, uintptr_t stream) {
         const DeviceGuard guard(device);
-        launch_replica_routes(
-            {pointer<int64_t>(mapping), pointer<int64_t>(sent), pointer<int64_t>(columns), pointer<int64_t>(arrived),
-             pointer<int64_t>(homes), num_mapped_ranks, num_slots, num_local, num_sent, num_ranks, rank, first_rank},
-            stream_of(stream));
+        launch_replica_routes({pointer<int64_t>(mapping), pointer<int64_t>(sent), pointer<int64_t>(columns),
+                               pointer<int64_t>(arrived), pointer<int64_t>(homes), pointer<int64_t>(checksum),
+                               num_mapped_ranks, num_slots, num_local, num_sent, num_ranks, rank, first_rank},
+                              stream_of(stream));
       },
       py::kw_only(), py::arg("mapping"), py::arg("sent"), py::arg("columns"), py::arg("arrived"), py::arg("homes"),
-      py::arg("num_mapped_ranks"), py::arg("num_slots"), py::arg("num_local"), py::arg("num_sent"),
+      py::arg("checksum"), py::arg("num_mapped_ranks"), py::arg("num_slots"), py::arg("num_local"), py::arg("num_sent"),
       py::arg("num_ranks"), py::arg("rank"), py::arg("first_rank"), py::arg("device"), py::arg("stream"));
   module.def(
       "take_experts",

@@ -56,16 +56,14 @@ void add_between(py::module_& module) {
       .def(
           "dispatch",
           [](BetweenCommunicator& self, const DispatchShape& plan, uintptr_t rows, uintptr_t topk_idx,
-             uintptr_t topk_weights, uintptr_t scales, uintptr_t route, int held_capacity, int handle, int slot_idx,
-             uintptr_t stream) {
-            return self.dispatch(plan,
-                                 {pointer<uint8_t>(rows), pointer<int64_t>(topk_idx), pointer<float>(topk_weights),
-                                  pointer<uint32_t>(scales), pointer<int32_t>(route)},
+             uintptr_t topk_weights, uintptr_t scales, uintptr_t route, uintptr_t mapping_checksum, int held_capacity,
+             int handle, int slot_idx, uintptr_t stream) {
+            return self.dispatch(plan, tensors_of(rows, topk_idx, topk_weights, scales, route, mapping_checksum),
                                  held_capacity, handle, slot_idx, stream_of(stream));
           },
           py::kw_only(), py::arg("plan"), py::arg("rows"), py::arg("topk_idx"), py::arg("topk_weights"),
-          py::arg("scales"), py::arg("route"), py::arg("held_capacity"), py::arg("handle"), py::arg("slot_idx"),
-          py::arg("stream"))
+          py::arg("scales"), py::arg("route"), py::arg("mapping_checksum"), py::arg("held_capacity"), py::arg("handle"),
+          py::arg("slot_idx"), py::arg("stream"))
       .def(
           "stream_chunks",
           [](BetweenCommunicator& self, int num_chunks, int chunk_bytes, int num_sms, uintptr_t stream) {

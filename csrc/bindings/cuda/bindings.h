@@ -29,9 +29,9 @@ T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 inline DispatchTensors tensors_of(uintptr_t rows, uintptr_t topk_idx, uintptr_t topk_weights, uintptr_t scales,
-                                  uintptr_t route) {
-  return {pointer<uint8_t>(rows), pointer<int64_t>(topk_idx), pointer<float>(topk_weights), pointer<uint32_t>(scales),
-          pointer<int32_t>(route)};
+                                  uintptr_t route, uintptr_t mapping_checksum = 0) {
+  return {pointer<uint8_t>(rows),    pointer<int64_t>(topk_idx), pointer<float>(topk_weights),
+          pointer<uint32_t>(scales), pointer<int32_t>(route),    pointer<int64_t>(mapping_checksum)};
 }
 inline cudaStream_t stream_of(uintptr_t handle) { return reinterpret_cast<cudaStream_t>(handle); }
 

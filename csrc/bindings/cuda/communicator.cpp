@@ -43,6 +43,7 @@ DispatchRequest request_of(const py::object& shape) {
   request.num_sms = fields.optional("num_sms");
   request.max_tokens = fields.optional("max_tokens");
   request.num_slots = fields.optional("num_slots");
+  request.num_mapped_ranks = fields.optional("num_mapped_ranks");
   request.drops_rows = fields.flag("drops_rows");
   request.refusal = fields.optional("refusal");
   return request;
@@ -163,12 +164,14 @@ void add_communicator(py::module_& module) {
       .def(
           "dispatch",
           [](Communicator& self, const DispatchPlan& plan, uintptr_t rows, uintptr_t topk_idx, uintptr_t topk_weights,
-             uintptr_t scales, uintptr_t route, int handle, int slot_idx, int slots_wanted, uintptr_t stream) {
-            return self.dispatch(plan, tensors_of(rows, topk_idx, topk_weights, scales, route), handle, slot_idx,
-                                 slots_wanted, stream_of(stream));
+             uintptr_t scales, uintptr_t route, uintptr_t mapping_checksum, int handle, int slot_idx, int slots_wanted,
+             uintptr_t stream) {
+            return self.dispatch(plan, tensors_of(rows, topk_idx, topk_weights, scales, route, mapping_checksum),
+                                 handle, slot_idx, slots_wanted, stream_of(stream));
           },
           py::arg("plan"), py::arg("rows"), py::arg("topk_idx"), py::arg("topk_weights"), py::arg("scales"),
-          py::arg("route"), py::arg("handle"), py::arg("slot_idx"), py::arg("slots_wanted"), py::arg("stream"))
+          py::arg("route"), py::arg("mapping_checksum"), py::arg("handle"), py::arg("slot_idx"),
+          py::arg("slots_wanted"), py::arg("stream"))
       .def(
           "slots_agreed",
           [](const Communicator& self, uintptr_t stream) {

@@ -44,6 +44,7 @@ struct ReplicaRoutesParams {
   int64_t* columns;        // [n, R] the ranks that get each of them: rank r in column r, or −1
   int64_t* arrived;        // [B] which of the experts that arrive each slot takes, or −1
   int64_t* homes;          // [B] the home rank of the expert in each slot, or −1
+  int64_t* checksum;       // [1] of the mapping
   int num_mapped_ranks, num_slots, num_local, num_sent, num_ranks;  // M, B ≤ kMaxExperts, LE ≤ kMaxExperts, n, R
   int rank, first_rank;
 };

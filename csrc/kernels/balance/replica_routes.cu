@@ -3,11 +3,13 @@
 //
 //   mapping ──► this rank's experts that have a replica ──► sent, columns
 //   mapping ──► order of the experts in this rank's slots ──► arrived, homes
+//   mapping ──► checksum, which a dispatch compares
 //
 // One CTA. An expert arrives once at a rank, by home rank and number: slots of one expert share it.
 #include <cuda_runtime.h>
 
 #include "device/lanes.cuh"
+#include "device/replica_mapping.cuh"
 #include "kernels/balance/balance.h"
 #include "kernels/launch.h"
 #include "layout/limits.h"
@@ -20,6 +22,7 @@ constexpr int kThreads = 512;
 struct Replicas {
   int32_t position[kMaxExperts];  // of each expert of this rank among those that are sent; −1 without a replica
   uint8_t is_first[kMaxExperts];  // of each slot of this rank: no earlier one has the same expert
+  uint32_t checksum;
 };
 
 __global__ void __launch_bounds__(kThreads) replica_routes_kernel(const __grid_constant__ ReplicaRoutesParams params) {
@@ -36,11 +39,16 @@ __global__ void __launch_bounds__(kThreads) replica_routes_kernel(const __grid_c
     for (int before = 0; before < i; ++before) is_first = is_first && mine[before] != mine[i];
     replicas.is_first[i] = is_first;
   }
+  if (threadIdx.x == 0) replicas.checksum = 0;
   __syncthreads();
+  uint32_t sum = 0;
   for (int i = threadIdx.x; i < num_entries; i += kThreads) {
     const int64_t local = params.mapping[i] - first_expert;
     if (local >= 0 && local < num_local) replicas.position[local] = 0;
+    sum += checksum_part(i, params.mapping[i]);
   }
+  sum = __reduce_add_sync(kAllLanes, sum);
+  if (threadIdx.x % 32 == 0) atomicAdd(&replicas.checksum, sum);
   for (int i = threadIdx.x; i < num_slots; i += kThreads) {
     int before = 0;
     for (int other = 0; other < num_slots; ++other) before += replicas.is_first[other] && mine[other] < mine[i];
@@ -48,6 +56,8 @@ __global__ void __launch_bounds__(kThreads) replica_routes_kernel(const __grid_c
     params.homes[i] = mine[i] < 0 ? -1 : params.first_rank + mine[i] / num_local;
   }
   __syncthreads();
+
+  if (threadIdx.x == 0) *params.checksum = replicas.checksum >> 1;
 
   // Experts that have a replica, ascending.
   if (threadIdx.x < 32) {

@@ -30,16 +30,18 @@ struct IndexTokensParams {
 
 struct DispatchBetweenParams {
   BetweenDomain between;
-  const uint8_t* rows;        // [T, row_bytes]
-  const int64_t* topk_idx;    // [T, K]; nullptr: the route is used as it is
-  const float* topk_weights;  // [T, K] or nullptr
-  const uint32_t* scales;     // [T, num_scales] 4-byte words or nullptr
+  const uint8_t* rows;              // [T, row_bytes]
+  const int64_t* topk_idx;          // [T, K]; nullptr: the route is used as it is
+  const float* topk_weights;        // [T, K] or nullptr
+  const uint32_t* scales;           // [T, num_scales] 4-byte words or nullptr
+  const int64_t* mapping_checksum;  // [1] where rows are of experts, else nullptr
+  int num_mapped_ranks;             // ranks that have one mapping, consecutive: those of a domain, or all
   int num_tokens, num_topk, num_experts, row_bytes, num_scales;
   bool makes_route, has_weights, is_bound;
   RecordLayout record;
   // Experts that a receiver sees: [range_first + r × range_step, … + range_size) at rank r; others become −1.
   int range_first, range_step, range_size;
-  int32_t call[kNumDispatchFields];  // what all ranks must have alike
+  int32_t call[kNumDispatchFields];  // what all ranks must have alike, but for that checksum
   FaultKind refusal;                 // what the host has found wrong with the arguments; then no rank sends
   int refused_value;
   int slot_idx, row_limit, held_capacity;

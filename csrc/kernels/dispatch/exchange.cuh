@@ -9,6 +9,13 @@ namespace {
 
 constexpr int kWordsAhead = 4;  // of counts that a thread loads at once
 
+// What this rank publishes in a column of the call. The checksum of a mapping is in device memory only.
+__device__ int own_column(const DispatchParams& params, int column) {
+  constexpr int kChecksum = CountRow::kFirstField + static_cast<int>(CallField::kReplicaMapping);
+  const bool is_checksum = column == kChecksum && params.mapping_checksum != nullptr;
+  return is_checksum ? static_cast<int>(*params.mapping_checksum) : params.call[column];
+}
+
 // Writes to every rank the counts of this rank, and the slot for its own rows. CTAs share the ranks.
 __device__ void send_counts(const DispatchParams& params, uint32_t epoch) {
   const Domain& domain = params.domain;
@@ -29,7 +36,7 @@ __device__ void send_counts(const DispatchParams& params, uint32_t epoch) {
     // By the last threads, one for each column.
     const int column = kDispatchThreads - 1 - threadIdx.x;
     if (column >= CountRow::kNumCallColumns) continue;
-    int value = params.call[column];
+    int value = own_column(params, column);
     if (column == CountRow::kRefusal || column == CountRow::kRefusedValue) {
       const Refusal refusal = find_refusal(*domain.control[domain.rank], value, value);
       value = column == CountRow::kRefusal ? refusal.kind : refusal.value;
@@ -94,7 +101,7 @@ __device__ bool receive_calls(const DispatchParams& params, const Waiter& waiter
       return;
     }
     if (cell.column < CountRow::kNumCallColumns) {
-      if (value != params.call[cell.column]) atomicMin(&routes.other_column[cell.source], cell.column);
+      if (value != own_column(params, cell.column)) atomicMin(&routes.other_column[cell.source], cell.column);
       return;
     }
     const int r = cell.column - CountRow::kTokensPerRank;
@@ -116,7 +123,7 @@ __device__ bool accepts_call(const DispatchParams& params, const DispatchRoutes&
   if (!is_same && refusal != kRefused) {
     const uint64_t word = ptx::load_relaxed_system(&domain.control[domain.rank]->counts[r].words[column]);
     report_other_call(domain.fault, KernelName::kDispatch, static_cast<CallField>(column - CountRow::kFirstField),
-                      domain.rank, r, params.call[column], static_cast<int32_t>(word >> 32));
+                      domain.rank, r, own_column(params, column), static_cast<int32_t>(word >> 32));
     return false;
   }
   // This rank's host has reported its own refusal.

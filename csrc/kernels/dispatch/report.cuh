@@ -1,18 +1,23 @@
 // What a dispatch writes for the host and for later calls. Legend: routes.cuh.
 #pragma once
 
+#include "device/replica_mapping.cuh"
 #include "kernels/dispatch/exchange.cuh"
 
 namespace hybrid_ep {
 namespace {
 
-// Empties the route of a failed call, because kernels that use it may be queued already. Every CTA clears its tokens.
-// The warp that reports clears the counts.
+// Empties the route of a failed call, because kernels that use it may be queued already, and rows of experts. Every CTA
+// clears its tokens. The warp that reports clears the counts.
 __device__ void clear_route(const DispatchParams& params, const Range tokens) {
   const int num_ranks = params.domain.num_ranks;
   const int64_t first_cell = static_cast<int64_t>(tokens.begin) * num_ranks;
   const int num_cells = (tokens.end - tokens.begin) * num_ranks;
   for (int i = threadIdx.x; i < num_cells; i += kDispatchThreads) params.send_slot[first_cell + i] = -1;
+  if (params.mapping_checksum == nullptr) return;
+  const Domain& domain = params.domain;
+  uint8_t* slot = domain.arena[domain.rank] + params.call[CountRow::kSlotIdx] * domain.slot_bytes;
+  clear_rows(slot + params.slot.rows, static_cast<int64_t>(params.row_limit) * params.row_bytes);
 }
 
 // Reports the most slots that any rank's pool wants, or 0 if the words of some rank did not come. By one warp of the

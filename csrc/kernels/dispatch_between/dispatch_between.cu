@@ -10,6 +10,7 @@
 #include <cuda_runtime.h>
 
 #include "device/epilogue.cuh"
+#include "device/replica_mapping.cuh"
 #include "device/row_mover.cuh"
 #include "device/work_index.cuh"
 #include "kernels/between/records.cuh"
@@ -390,6 +391,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     shared_status = static_cast<uint32_t>(word) == epoch ? static_cast<int>(word >> 32) : kFailed;
   }
   __syncthreads();
+
+  if (shared_status == kFailed && params.mapping_checksum != nullptr) {
+    uint8_t* slot = domain.arena[domain.rank] + params.slot_idx * domain.slot_bytes;
+    clear_rows(slot + params.slot.rows, static_cast<int64_t>(params.row_limit) * params.row_bytes);
+  }
 
   // Send and forward, each warp in its role. A CTA that has given up does not know where rows go.
   if (ok && shared_status == kSent) {

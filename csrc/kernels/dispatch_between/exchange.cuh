@@ -44,6 +44,12 @@ __device__ int count_column(const BetweenDomain& between, int domain_rank) {
          (has_matrix ? between.grid.domain_idx() * between.grid.ranks_per_domain : 0);
 }
 
+// What this rank publishes in a field. The checksum of a mapping is in device memory only.
+__device__ int own_field(const DispatchBetweenParams& params, int field) {
+  const bool is_checksum = field == static_cast<int>(CallField::kReplicaMapping) && params.mapping_checksum != nullptr;
+  return is_checksum ? static_cast<int>(*params.mapping_checksum) : params.call[field];
+}
+
 // What this rank publishes to domain `domain`: header, counts, experts of that domain.
 __device__ int told_value(const DispatchBetweenParams& params, int domain, int i) {
   const BetweenDomain& between = params.between;
@@ -69,7 +75,7 @@ __device__ int told_value(const DispatchBetweenParams& params, int domain, int i
     default:
       break;
   }
-  if (i < CallHeader::kNumColumns) return params.call[i - CallHeader::kFirstField];
+  if (i < CallHeader::kNumColumns) return own_field(params, i - CallHeader::kFirstField);
   const int column = i - CallHeader::kNumColumns;
   if (column < num_columns) {
     const bool has_matrix = num_columns == between.grid.num_ranks();
@@ -188,8 +194,36 @@ __device__ bool accepts_call(const DispatchBetweenParams& params, const int* hea
   return false;
 }
 
+// Whether a source has the mapping of another domain.
+__device__ bool is_of_other_mapping(const DispatchBetweenParams& params, int source) {
+  if (params.mapping_checksum == nullptr) return false;
+  return source / params.num_mapped_ranks != params.between.grid.rank / params.num_mapped_ranks;
+}
+
+// Whether a source has the mapping of the first rank that must have the same one. So every rank finds mappings of other
+// domains that differ.
+__device__ bool has_same_mapping(const DispatchBetweenParams& params, const Waiter& waiter, uint32_t epoch,
+                                 const int* header, int source, bool* ok) {
+  const BetweenDomain& between = params.between;
+  const int first = source / params.num_mapped_ranks * params.num_mapped_ranks;
+  const auto of_first = [&](int column) { return receive_word(between, waiter, epoch, first, column, ok); };
+  // Another kind of call of the first rank, or a refusal, is reported for that rank.
+  if (of_first(CallHeader::kKind) != static_cast<int>(CallKind::kDispatch)) return true;
+  if (of_first(CallHeader::kRefusal) != static_cast<int>(FaultKind::kNone)) return true;
+  constexpr int kColumn = CallHeader::kFirstField + static_cast<int>(CallField::kReplicaMapping);
+  const int expected = of_first(kColumn);
+  if (header[kColumn] == expected || !*ok) return true;
+  if (blockIdx.x == 0) {
+    report_other_call(between.domain.fault, KernelName::kDispatchBetween, CallField::kReplicaMapping,
+                      between.domain.rank, named(between.grid, source), expected, header[kColumn],
+                      named(between.grid, first));
+  }
+  return false;
+}
+
 // Whether a source makes the same call; the first CTA reports where it does not.
-__device__ bool makes_same_call(const DispatchBetweenParams& params, const int* header, int source) {
+__device__ bool makes_same_call(const DispatchBetweenParams& params, const Waiter& waiter, uint32_t epoch,
+                                const int* header, int source, bool* ok) {
   const BetweenDomain& between = params.between;
   const Grid& grid = between.grid;
   const auto is_same = [&](CallField field, int mine, int theirs) {
@@ -207,7 +241,12 @@ __device__ bool makes_same_call(const DispatchBetweenParams& params, const int* 
   if (static_cast<FaultKind>(header[CallHeader::kRefusal]) == FaultKind::kRefused) return true;
 #pragma unroll
   for (int i = 0; i < kNumDispatchFields; ++i) {
-    if (!is_same(static_cast<CallField>(i), params.call[i], header[CallHeader::kFirstField + i])) return false;
+    const auto field = static_cast<CallField>(i);
+    if (field == CallField::kReplicaMapping && is_of_other_mapping(params, source)) {
+      if (!has_same_mapping(params, waiter, epoch, header, source, ok)) return false;
+      continue;
+    }
+    if (!is_same(field, own_field(params, i), header[CallHeader::kFirstField + i])) return false;
   }
   return true;
 }
@@ -230,7 +269,7 @@ __device__ bool receive_headers(const DispatchBetweenParams& params, const Waite
     int header[CallHeader::kNumColumns];
     receive_words(between, waiter, epoch, source, 0, header, &ok);
     if (!ok) break;
-    same &= makes_same_call(params, header, source);
+    same &= makes_same_call(params, waiter, epoch, header, source, &ok);
     same &= accepts_call(params, header, source);
     const int r = source % size, domain = source / size;
     if (r == between.domain.rank) {
