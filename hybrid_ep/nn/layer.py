@@ -152,7 +152,8 @@ class MoELayer(nn.Module):
             received = self.dispatch(rows, topk_idx, topk_weights)
             computed = self.experts(received)
         else:
-            routed = self._balancer.route(topk_idx, self.experts)
+            # A compiled layer has a graph break here. What follows is compiled: its shapes do not depend on the plan.
+            routed = torch.compiler.disable(self._balancer.route)(topk_idx, self.experts)
             received = self.dispatch(rows, routed.slots, topk_weights)
             routed.ready.current_stream_wait()
             computed = self.experts(received, *routed.weights)

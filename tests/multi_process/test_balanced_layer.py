@@ -120,6 +120,30 @@ def dense() -> dict[str, Tensor]:
     return {"y": y.detach(), "x": x.grad, "load": load, **grads}  # type: ignore[dict-item]
 
 
+def _compile(options: dict[str, Any]) -> None:
+    """Two passes forwards, then both backwards, so that the first one fetches its replicas again: the same bits."""
+    rank, results = dist.get_rank(), []
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with hybrid_ep.Buffer(num_ranks_per_domain=NUM_RANKS) as buffer:
+        for is_compiled in (False, True):
+            layer = MoELayer(buffer, **SIZES, **options)
+            call = torch.compile(layer, backend="aot_eager") if is_compiled else layer
+            inputs = [(sign * tokens(rank)).requires_grad_() for sign in (1, -1)]
+            outputs = [call(x) for x in inputs]
+            for y in outputs:
+                (y * pull(rank)).sum().backward()
+            grads = [_local(parameter.grad) for parameter in layer.parameters()]
+            results.append([*(y.detach() for y in outputs), *(x.grad for x in inputs), *grads])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2, "what precedes the plan, and what follows it"
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("policy", ["online, static shapes", "placement, static shapes"])
+def test_a_compiled_layer_gives_the_same_bits(run_ranks: RunRanks, policy: str) -> None:
+    run_ranks(NUM_RANKS, _compile, POLICIES[policy][1])
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_is_the_dense_mixture(run_ranks: RunRanks, policy: str) -> None:
     per_domain, options = POLICIES[policy]
