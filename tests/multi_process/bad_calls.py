@@ -12,7 +12,9 @@ from typing import Any
 from hybrid_ep import Buffer, EventOverlap, HybridEPBuffer, HybridEPError
 from hybrid_ep.nn import MoELayer
 from tests.multi_process.small_calls import TOPK, WEIGHTS, E, H, T, X, layout_of
-from tests.multi_process.test_bad_input import HYBRID, NORMAL
+from tests.multi_process.test_bad_hybrid import HYBRID
+from tests.multi_process.test_bad_low_latency import LOW_LATENCY
+from tests.multi_process.test_bad_normal import NORMAL
 from tests.multi_process.test_disagreement import PAIRS, disagree
 from tests.rank_pool import RankPool
 
@@ -21,7 +23,8 @@ __all__ = ["MORE", "page"]
 _HEAD = """# Bad calls
 
 This page lists the errors of calls whose arguments do not fit. `python -m tests.multi_process.bad_calls` writes it:
-it makes every call on the torch engine. A test compares. After each of these errors the buffer can be used again.
+it makes every call on the torch engine. A test compares the page with the calls. After each of these errors the buffer
+can be used again.
 
 ## What other ranks see
 
@@ -96,7 +99,7 @@ def page(pool: RankPool) -> str:
     """Returns the page; `pool` runs the calls of two ranks."""
     lines = ["| call of one rank | outcome |", "|---|---|"]
     with Buffer(None, low_latency_mode=True, enable_shrink=True) as buffer:
-        calls = {name: call for name, (call, _) in NORMAL.items()} | MORE
+        calls = {name: call for name, (call, _) in (NORMAL | LOW_LATENCY).items()} | MORE
         for name, call in calls.items():
             lines.append(_row(name, _outcome(lambda call=call: call(buffer))))  # type: ignore[misc]
     with HybridEPBuffer(None, H, T, E) as hybrid:
@@ -107,7 +110,7 @@ def page(pool: RankPool) -> str:
                     _outcome(lambda given=given: hybrid.dispatch_with_permute(**({"hidden": X} | given))),
                 )
             )  # type: ignore[misc]
-    lines += ["", "| ranks that disagree in | outcome at rank 0; the others read the same of themselves |", "|---|---|"]
+    lines += ["", "| ranks that disagree in | outcome at rank 0; another rank names its own value first |", "|---|---|"]
     for name in PAIRS:
         told, _ = pool.run(2, disagree, name)[0]
         lines.append(_row(name, f"`ConfigError`: {told}"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,16 +9,7 @@ import torch
 
 from hybrid_ep import ConfigError, HybridEPBuffer
 from hybrid_ep.core.layout import indices_to_map
-
-T, H, K, E = 6, 256, 2, 8
-BF16 = torch.bfloat16
-X, TOPK, WEIGHTS = torch.ones(T, H, dtype=BF16), torch.arange(T * K).view(T, K) % E, torch.rand(T, K)
-
-
-@pytest.fixture
-def hybrid() -> Iterator[HybridEPBuffer]:
-    with HybridEPBuffer(None, H, T, E) as made:
-        yield made
+from tests.multi_process.small_calls import BF16, TOPK, WEIGHTS, E, H, K, T, X
 
 
 def test_a_cached_hybrid_dispatch_has_the_shape_of_its_handle(hybrid: HybridEPBuffer) -> None:
