@@ -26,9 +26,9 @@ struct HostCounts {
   int32_t max_held;          // most records of other domains that any rank forwards; 0 within a domain
   int32_t num_tokens_per_expert[kMaxExperts];
 };
-// What a dispatch reports of the pools of all ranks: slots << 32 | number of the call, which the host has counted.
-// Pinned memory, a word for each of the last calls, stored relaxed: the host of a later call reads it. docs/internals
-// gives the reason.
+// The most slots that the pool of any rank needs, as each of the last dispatches has found it: slots << 32 | number of
+// the call, which the host counts. Pinned memory, stored relaxed. The host reads the word of the dispatch
+// kPoolReportLag calls before (docs/cuda_engine.md#memory).
 constexpr int kPoolReportLag = 8;
 struct PoolReports {
   uint64_t words[kPoolReportLag];
@@ -46,16 +46,16 @@ struct Domain {
   uint8_t* arena[kMaxRanks];
 };
 
-struct DispatchParams {
-  Domain domain;
+// Parameters of a dispatch, inside a domain as between domains.
+struct CommonDispatchParams {
   // What is sent.
   const uint8_t* rows;              // [T, row_bytes]
-  const int64_t* topk_idx;          // [T, K]; nullptr: the route below is used as it is
+  const int64_t* topk_idx;          // [T, K]; nullptr: the route of an earlier dispatch is used
   const float* topk_weights;        // [T, K] or nullptr
   const uint32_t* scales;           // [T, num_scales] 4-byte words or nullptr
   const int64_t* mapping_checksum;  // [1] where rows are of experts, else nullptr
   int num_tokens, num_topk, num_experts, row_bytes, num_scales;
-  int32_t call[CountRow::kNumCallColumns];  // what is published of the call, but for that checksum
+  bool has_weights;  // at every rank, also at one whose topk_weights is empty and therefore nullptr
   // Experts that a receiver sees: [range_first + r × range_step, … + range_size) at rank r; others become −1.
   int range_first, range_step, range_size;
   // Where this rank's rows land.
@@ -63,8 +63,14 @@ struct DispatchParams {
   bool is_bound;     // rows beyond the limit are dropped; otherwise all ranks grow their slots where one is too small
   int common_bound;  // of a bound call: rows that each slot must hold, otherwise no rank sends
   int max_tokens;    // most tokens that a rank may have; otherwise no rank sends
-  bool has_weights;  // at every rank, also at one whose topk_weights is empty and therefore nullptr
   SlotLayout slot;
+  HostCounts* host_counts;  // nullptr: the host does not wait
+  uint32_t counts_epoch;
+};
+
+struct DispatchParams : CommonDispatchParams {
+  Domain domain;
+  int32_t call[CountRow::kNumCallColumns];  // what is published of the call, but for the checksum of a mapping
   // Expert-major output: rows of an expert begin at a multiple of pad_multiple. 0: rows by source rank and token.
   int pad_multiple;
   // The route: written, or read when topk_idx is nullptr.
@@ -77,17 +83,16 @@ struct DispatchParams {
   int32_t* num_tokens_per_expert;  // [LE], padding included
   int32_t* overflow;               // [1], or nullptr
   bool reports_overflow;           // at every rank, as a fault
-  HostCounts* host_counts;         // nullptr: the host does not wait
-  uint32_t counts_epoch;
-  uint64_t* pool_report;  // the word of PoolReports that this call writes; nullptr in a graph
-  uint32_t pool_call;     // its number
+  uint64_t* pool_report;           // the word of PoolReports that this call writes; nullptr in a graph
+  uint32_t pool_call;              // its number
   // Shape of the launch.
   int num_send_warps, num_stages;
   int rings_begin;     // in dynamic shared memory
   bool rings_overlap;  // the expert counters: nothing is loaded before these are done with
 };
 
-// Of a combine from experts: what its rows are sums of, experts ascending, rounded once.
+// The sums that a combine from experts makes before it sends: rows of a token's experts on this rank, added in
+// ascending order of experts and rounded once.
 struct ExpertRowParams {
   const uint8_t* rows;     // [P, H] bf16
   const float* probs;      // [P] or nullptr
@@ -98,22 +103,26 @@ struct ExpertRowParams {
   int num_topk, row_limit;
 };
 
-struct CombineParams {
+// Parameters of a combine, inside a domain as between domains.
+struct CommonCombineParams {
+  const uint8_t* rows;     // [N, H] bf16
+  const float* weights;    // [N, W] or nullptr
+  const uint8_t* bias[2];  // [T, H] bf16 or nullptr
+  uint8_t* out;            // [T, H] bf16
+  float* out_weights;      // [T, W] or nullptr
+  int num_tokens, num_rows, row_bytes;
+  int num_weights;  // W, 0 without weights; > 0 at every rank, also at one that has no rows and therefore no pointer
+  uint32_t call[kNumReadyWords];  // what is published of the call: equal at all ranks, otherwise no rank sends
+  SlotLayout slot;                // `rows` and `weights` of the partial rows at the rank that sums them
+  int window_bytes;               // of stores on the wire at once; 0: not limited
+};
+
+struct CombineParams : CommonCombineParams {
   Domain domain;
-  const uint8_t* rows;         // [N, H] bf16
-  const float* weights;        // [N, W] or nullptr
-  const uint8_t* bias[2];      // [T, H] bf16 or nullptr
-  uint8_t* out;                // [T, H] bf16
-  float* out_weights;          // [T, W] or nullptr
   const int32_t* send_slot;    // [T, R]
   const int32_t* rank_prefix;  // [R, R]
-  int num_tokens, num_rows, row_bytes;
-  uint32_t call[kNumReadyWords];  // what is published of the call
-  int num_weights;  // W, 0 without weights; > 0 at every rank, also at one that has no rows and therefore no pointer
-  SlotLayout slot;  // `rows` and `weights` of the partial rows that arrive at their source
   ExpertRowParams experts;
-  int num_sms;       // that send and sum; further ones sum rows of experts
-  int window_bytes;  // of stores on the wire at once; 0: not limited
+  int num_sms;  // that send and sum; further ones sum rows of experts
 };
 
 // Expert-major rows: makes the further copies of a row that has several local experts, and what the push does not

@@ -51,40 +51,18 @@ uint32_t BetweenCommunicator::dispatch(const DispatchShape& plan, const Dispatch
                                        int handle, int slot_idx, cudaStream_t stream) {
   const DeviceGuard guard(domain_.device());
   DispatchBetweenParams params{};
+  domain_.fill(params, plan, tensors);
   params.between = between_domain();
-  params.rows = tensors.rows;
-  params.topk_idx = tensors.topk_idx;
-  params.topk_weights = tensors.topk_weights;
-  params.scales = tensors.scales;
-  params.mapping_checksum = tensors.mapping_checksum;
   params.num_mapped_ranks = plan.call.num_mapped_ranks;
-  params.num_tokens = plan.num_tokens;
-  params.num_topk = plan.num_topk;
-  params.num_experts = plan.num_experts;
-  params.row_bytes = static_cast<int>(plan.format.rows.bytes());
-  params.num_scales = plan.format.scales.num;
   params.makes_route = plan.makes_route;
-  params.has_weights = plan.format.weights.num > 0;
-  params.is_bound = !plan.waits_for_counts;
   params.record = record_of(plan);
-  params.range_first = plan.range_first;
-  params.range_step = plan.range_step;
-  params.range_size = plan.range_size;
-  params.slot = make_slot_layout(plan.format.widths(), params.between.domain.slot_bytes);
-  write_fields(params.call, plan.format, plan.call, plan.num_experts, plan.num_topk, params.is_bound,
-               params.between.domain.arena_number, params.slot.capacity, plan.pad_multiple, handle);
+  write_fields(params.call, plan, params.between.domain.arena_number, params.slot.capacity, handle);
   params.slot_idx = slot_idx;
-  params.row_limit = params.is_bound ? std::min(plan.row_limit, params.slot.capacity) : params.slot.capacity;
   params.held_capacity = held_capacity;
   params.route = tensors.route;
   params.parts = BetweenRoute::of(grid_, plan.num_tokens, plan.num_topk, plan.num_experts, held_capacity);
   params.refusal = plan.call.refusal;
   params.refused_value = plan.call.refused_value;
-  params.common_bound = plan.call.common_bound;
-  params.max_tokens = plan.call.max_tokens;
-  const bool tells_host = plan.waits_for_counts || params.common_bound > params.slot.capacity;
-  params.host_counts = tells_host ? domain_.host_counts() : nullptr;
-  params.counts_epoch = tells_host ? domain_.next_counts_epoch() : 0;
   if (plan.makes_route) {
     launch_index_tokens({grid_, params.between.domain.control[params.between.domain.rank], tensors.topk_idx,
                          plan.num_tokens, plan.num_topk, plan.num_experts, tensors.route, params.parts},
@@ -108,25 +86,14 @@ void BetweenCommunicator::combine(const CombinePlan& plan, const CombineTensors&
                                   int held_capacity, int handle, cudaStream_t stream) {
   const DeviceGuard guard(domain_.device());
   CombineBetweenParams params{};
+  domain_.fill(params, plan, tensors, handle);
   params.between = between_domain();
-  params.rows = tensors.rows;
-  params.weights = tensors.weights;
-  params.bias[0] = tensors.bias[0];
-  params.bias[1] = tensors.bias[1];
-  params.out = tensors.out;
-  params.out_weights = tensors.out_weights;
   params.own_sums = own.rows;
   params.own_weights = own.weights;
-  params.num_tokens = plan.num_tokens;
-  params.num_rows = plan.num_rows;
   params.num_topk = plan.num_topk;
-  params.num_weights = plan.num_weights;
-  params.row_bytes = static_cast<int>(plan.widths.rows);
-  write_call(params.call, plan, params.between.domain.arena_number, handle);
   const bool sends_over_nvlink = link_.is_mapped || grid_.ranks_per_domain > 1;
-  params.window_bytes = sends_over_nvlink ? domain_.most_bytes_on_wire() : 0;
+  if (!sends_over_nvlink) params.window_bytes = 0;
   params.record = record_of(plan);
-  params.slot = make_slot_layout(plan.widths, params.between.domain.slot_bytes);
   params.route = tensors.route;
   params.parts = BetweenRoute::of(grid_, plan.num_tokens, plan.num_topk, plan.num_experts, held_capacity);
   launch_in_proxy_call(proxy_, link_, stream, [&] { kernels_.combine(params, num_sms(plan.num_sms), stream); });

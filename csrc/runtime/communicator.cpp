@@ -101,7 +101,7 @@ std::vector<ExpertLaunch> launches_of(const std::vector<ExpertTensor>& tensors, 
   return launches;
 }
 
-// Of what must be equal at all ranks. Less than what arena_bits() returns.
+// A checksum of the sizes that must be equal at all ranks, in the bits below those of arena_bits().
 uint32_t checksum_of(const std::vector<ExpertTensor>& tensors, int num_slots, int num_local) {
   uint64_t sum = 0;
   const auto add = [&](int64_t value) { sum = (sum ^ static_cast<uint64_t>(value)) * 0x9e3779b97f4a7c15; };
@@ -168,17 +168,9 @@ int Communicator::default_dispatch_sms() const {
   return dispatch_sms(0, domain_.num_ranks, is_hopper_, num_device_sms_);
 }
 
-uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors& tensors, int handle, int slot_idx,
-                                int slots_wanted, cudaStream_t stream) {
-  const DeviceGuard guard(device_);
-  const bool is_permuted = plan.pad_multiple > 0, is_new = plan.makes_route;
-  const auto part = [&](bool is_there, int64_t offset) { return is_there ? tensors.route + offset : nullptr; };
-  DispatchParams params{};
-  params.domain = domain_;
+void Communicator::fill(CommonDispatchParams& params, const DispatchShape& plan, const DispatchTensors& tensors) {
   params.rows = tensors.rows;
-  // An empty tensor has no address, and to the kernel no address means a route that is read.
-  params.topk_idx =
-      is_new && tensors.topk_idx == nullptr ? reinterpret_cast<int64_t*>(tensors.route) : tensors.topk_idx;
+  params.topk_idx = tensors.topk_idx;
   params.topk_weights = tensors.topk_weights;
   params.scales = tensors.scales;
   params.mapping_checksum = tensors.mapping_checksum;
@@ -194,9 +186,42 @@ uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors&
   params.slot = make_slot_layout(plan.format.widths(), domain_.slot_bytes);
   // A call that waits for the host takes what fits; the host grows the arena if that is not enough.
   params.is_bound = !plan.waits_for_counts;
+  params.row_limit = params.is_bound ? std::min(plan.row_limit, params.slot.capacity) : params.slot.capacity;
   params.common_bound = plan.call.common_bound;
   params.max_tokens = plan.call.max_tokens;
-  params.row_limit = params.is_bound ? std::min(plan.row_limit, params.slot.capacity) : params.slot.capacity;
+  if (plan.waits_for_counts || params.common_bound > params.slot.capacity) {
+    params.host_counts = host_counts_;
+    params.counts_epoch = counts_epoch_ = next_epoch(counts_epoch_);
+  }
+}
+
+void Communicator::fill(CommonCombineParams& params, const CombinePlan& plan, const CombineTensors& tensors,
+                        int handle) const {
+  params.rows = tensors.rows;
+  params.weights = tensors.weights;
+  params.bias[0] = tensors.bias[0];
+  params.bias[1] = tensors.bias[1];
+  params.out = tensors.out;
+  params.out_weights = tensors.out_weights;
+  params.num_tokens = plan.num_tokens;
+  params.num_rows = plan.num_rows;
+  params.row_bytes = static_cast<int>(plan.widths.rows);
+  params.num_weights = plan.num_weights;
+  write_call(params.call, plan, domain_.arena_number, handle);
+  params.slot = make_slot_layout(plan.widths, domain_.slot_bytes);
+  params.window_bytes = most_bytes_on_wire();
+}
+
+uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors& tensors, int handle, int slot_idx,
+                                int slots_wanted, cudaStream_t stream) {
+  const DeviceGuard guard(device_);
+  const bool is_permuted = plan.pad_multiple > 0, is_new = plan.makes_route;
+  const auto part = [&](bool is_there, int64_t offset) { return is_there ? tensors.route + offset : nullptr; };
+  DispatchParams params{};
+  fill(params, plan, tensors);
+  params.domain = domain_;
+  // An empty tensor has no address, and to the kernel no address means a route that is read.
+  if (is_new && params.topk_idx == nullptr) params.topk_idx = reinterpret_cast<int64_t*>(tensors.route);
   params.call[CountRow::kSlotIdx] = slot_idx;
   params.call[CountRow::kRowLimit] = params.row_limit;
   params.call[CountRow::kRefusal] = static_cast<int>(plan.call.refusal);
@@ -206,8 +231,7 @@ uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors&
     params.pool_call = pool_calls_ + 1;
     params.pool_report = &pool_reports_->words[pool_calls_ % kPoolReportLag];
   }
-  write_fields(params.call + CountRow::kFirstField, plan.format, plan.call, plan.num_experts, plan.num_topk,
-               params.is_bound, domain_.arena_number, params.slot.capacity, plan.pad_multiple, handle);
+  write_fields(params.call + CountRow::kFirstField, plan, domain_.arena_number, params.slot.capacity, handle);
   params.pad_multiple = plan.pad_multiple;
   params.rank_prefix = part(true, plan.route.rank_prefix);
   params.send_slot = part(true, plan.route.send_slot);
@@ -217,9 +241,6 @@ uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors&
   params.overflow = part(is_new && is_permuted, plan.route.overflow);
   params.reports_overflow = !plan.call.drops_rows;
   params.expert_row = part(is_new, plan.route.expert_row);
-  const bool tells_host = plan.waits_for_counts || params.common_bound > params.slot.capacity;
-  params.host_counts = tells_host ? host_counts_ : nullptr;
-  params.counts_epoch = tells_host ? next_counts_epoch() : 0;
   const int counter_bytes =
       is_new ? (kDispatchThreads / 32 + 2) * params.num_experts * static_cast<int>(sizeof(int)) : 0;
   const LaunchShape shape =
@@ -285,23 +306,11 @@ void Communicator::combine(const CombinePlan& plan, const CombineTensors& tensor
   const DeviceGuard guard(device_);
   const RouteLayout route = make_route_layout(domain_.num_ranks, plan.num_tokens, 0, 0, false);
   CombineParams params{};
+  fill(params, plan, tensors, handle);
   params.domain = domain_;
-  params.rows = tensors.rows;
-  params.weights = tensors.weights;
-  params.bias[0] = tensors.bias[0];
-  params.bias[1] = tensors.bias[1];
-  params.out = tensors.out;
-  params.out_weights = tensors.out_weights;
   params.send_slot = tensors.route + route.send_slot;
   params.rank_prefix = tensors.route + route.rank_prefix;
-  params.num_tokens = plan.num_tokens;
-  params.num_rows = plan.num_rows;
-  params.row_bytes = static_cast<int>(plan.widths.rows);
-  params.num_weights = plan.num_weights;
-  write_call(params.call, plan, domain_.arena_number, handle);
-  params.slot = make_slot_layout(plan.widths, domain_.slot_bytes);
   params.num_sms = combine_sms(plan.num_sms, num_device_sms_);
-  params.window_bytes = most_bytes_on_wire();
   int num_expert_sms = 0;
   if (plan.num_expert_rows) {
     num_expert_sms = expert_sms(plan.num_expert_sms, params.num_sms, plan.num_topk, domain_.num_ranks, num_device_sms_);
@@ -398,7 +407,7 @@ std::optional<Fault> Communicator::take_fault() {
     if (fault_->missed[peer / 32] >> peer % 32 & 1) fault.missed.push_back(peer);
   }
   std::fill(std::begin(fault_->missed), std::end(fault_->missed), 0u);
-  // In this order: a kernel may claim the record as soon as it can.
+  // `claimed` is cleared last, because a kernel may claim the record at once.
   volatile FaultRecord& record = *fault_;
   record.written = 0;
   std::atomic_thread_fence(std::memory_order_release);

@@ -60,7 +60,7 @@ class Communicator {
   // run; the GPU then has kPoolReportLag dispatches to do. 0 while `stream` is captured and in the first calls. Throws
   // CudaError if the stream has failed.
   int slots_agreed(cudaStream_t stream) const;
-  // The same of a stream that is not being captured.
+  // slots_agreed() for a stream that is known not to be captured.
   int slots_agreed_eagerly(cudaStream_t stream) const;
 
   // Completes the expert-major rows of a dispatch in place: copies each of the num_recv rows to its other experts,
@@ -71,8 +71,8 @@ class Communicator {
                cudaStream_t stream);
 
   // Copies experts to the spare slots of all ranks. The arena's first slot stages them: staging_bytes(). num_sms = 0:
-  // the default. `mapping` is [R, num_slots] in device memory. only_compares: all that is copied is compared, and
-  // nothing is staged.
+  // the default. `mapping` is [R, num_slots] in device memory. only_compares: the ranks compare the call, and copy
+  // nothing.
   void copy_experts(const std::vector<ExpertTensor>& tensors, const int64_t* mapping, int num_slots, int num_local,
                     int num_sms, bool only_compares, cudaStream_t stream);
   static int64_t staging_bytes(const std::vector<ExpertTensor>& tensors, int num_slots);
@@ -86,14 +86,15 @@ class Communicator {
   // CudaError if the stream has failed.
   const HostCounts* wait_for_host_counts(uint32_t counts_epoch, cudaStream_t stream) const;
 
-  // For calls of the BetweenCommunicator, which write the same host counts.
-  HostCounts* host_counts() const { return host_counts_; }
-  uint32_t next_counts_epoch() { return counts_epoch_ = next_epoch(counts_epoch_); }
+  // What calls inside the domain have in common with those between domains. A dispatch that tells the host its counts
+  // takes the next epoch of the host counts.
+  void fill(CommonDispatchParams& params, const DispatchShape& plan, const DispatchTensors& tensors);
+  void fill(CommonCombineParams& params, const CombinePlan& plan, const CombineTensors& tensors, int handle) const;
 
   const Domain& domain() const { return domain_; }
   int device() const { return device_; }
   int num_device_sms() const { return num_device_sms_; }
-  // By the stores of a kernel at once; 0: not limited.
+  // The most bytes of a kernel's stores on the wire at once; 0: no limit.
   int most_bytes_on_wire() const;
 
   // The first fault since the last call of this function, if any. Does not synchronise.

@@ -93,27 +93,27 @@ DispatchPlan DispatchPlan::of(const DispatchRequest& request, int rank, int num_
   return plan;
 }
 
-void write_fields(int32_t* fields, const RowFormat& format, const DispatchCall& call, int num_experts, int num_topk,
-                  bool is_bounded, int arena, int capacity, int pad_multiple, int handle) {
+void write_fields(int32_t* fields, const DispatchShape& plan, int arena, int capacity, int handle) {
+  const DispatchCall& call = plan.call;
   const auto write = [&](CallField field, int value) { fields[static_cast<int>(field)] = value; };
-  write(CallField::kNumExperts, num_experts);
-  write(CallField::kNumTopk, num_topk);
+  write(CallField::kNumExperts, plan.num_experts);
+  write(CallField::kNumTopk, plan.num_topk);
   write(CallField::kHasTopk, call.has_topk);
-  write(CallField::kHasWeights, format.weights.num > 0);
+  write(CallField::kHasWeights, plan.format.weights.num > 0);
   write(CallField::kNumSlots, call.num_slots);
   write(CallField::kReplicaMapping, kAbsent);  // which kernels read from device memory
-  write(CallField::kHidden, format.rows.num);
+  write(CallField::kHidden, plan.format.rows.num);
   write(CallField::kDtype, call.dtype);
   write(CallField::kScaleDtype, call.scale_dtype);
-  write(CallField::kNumScales, format.scales.num);
+  write(CallField::kNumScales, plan.format.scales.num);
   write(CallField::kMostTokens, call.most_tokens);
   write(CallField::kNumWorstTokens, call.num_worst_tokens);
-  write(CallField::kIsBounded, is_bounded);
+  write(CallField::kIsBounded, !plan.waits_for_counts);
   write(CallField::kDropsRows, call.drops_rows);
   write(CallField::kArena, arena);
   // Bounds may differ between ranks as long as no slot must grow for one.
   write(CallField::kCommonBound, call.common_bound > capacity ? call.common_bound : kAbsent);
-  write(CallField::kPadMultiple, pad_multiple);
+  write(CallField::kPadMultiple, plan.pad_multiple);
   write(CallField::kHandle, handle);
 }
 

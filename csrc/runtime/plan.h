@@ -69,11 +69,6 @@ struct DispatchCall {
   int max_tokens;          // that a rank may have: at most kMaxTokens
 };
 
-// Writes the fields that ranks must agree on to kNumDispatchFields words. `handle`: number of the handle's dispatch;
-// kAbsent where the call makes its route. `arena`: its number. `capacity`: rows that a slot holds.
-void write_fields(int32_t* fields, const RowFormat& format, const DispatchCall& call, int num_experts, int num_topk,
-                  bool is_bounded, int arena, int capacity, int pad_multiple, int handle);
-
 // The plan of a dispatch: what is sent and published, inside a domain and between domains.
 struct DispatchShape {
   RowFormat format;  // as rows land
@@ -88,6 +83,10 @@ struct DispatchShape {
 
   static DispatchShape of(const DispatchRequest& request, int rank, int num_ranks);
 };
+
+// Writes the fields that ranks must agree on to kNumDispatchFields words. `handle`: number of the handle's dispatch;
+// kAbsent where the call makes its route. `arena`: its number. `capacity`: rows that a slot holds.
+void write_fields(int32_t* fields, const DispatchShape& plan, int arena, int capacity, int handle);
 
 // A dispatch inside a domain.
 struct DispatchPlan : DispatchShape {

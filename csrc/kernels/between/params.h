@@ -28,47 +28,26 @@ struct IndexTokensParams {
   BetweenRoute parts;
 };
 
-struct DispatchBetweenParams {
+struct DispatchBetweenParams : CommonDispatchParams {
   BetweenDomain between;
-  const uint8_t* rows;              // [T, row_bytes]
-  const int64_t* topk_idx;          // [T, K]; nullptr: the route is used as it is
-  const float* topk_weights;        // [T, K] or nullptr
-  const uint32_t* scales;           // [T, num_scales] 4-byte words or nullptr
-  const int64_t* mapping_checksum;  // [1] where rows are of experts, else nullptr
-  int num_mapped_ranks;             // ranks that have one mapping, consecutive: those of a domain, or all
-  int num_tokens, num_topk, num_experts, row_bytes, num_scales;
-  bool makes_route, has_weights, is_bound;
+  bool makes_route;
+  int num_mapped_ranks;  // ranks that have one mapping, consecutive: those of a domain, or all
   RecordLayout record;
-  // Experts that a receiver sees: [range_first + r × range_step, … + range_size) at rank r; others become −1.
-  int range_first, range_step, range_size;
-  int32_t call[kNumDispatchFields];  // what all ranks must have alike, but for that checksum
+  int32_t call[kNumDispatchFields];  // what all ranks must have alike, but for the checksum of a mapping
   FaultKind refusal;                 // what the host has found wrong with the arguments; then no rank sends
   int refused_value;
-  int slot_idx, row_limit, held_capacity;
-  int common_bound;  // rows of a bounded call that every slot must hold; kAbsent without a bound
-  int max_tokens;    // most tokens that a rank may have; otherwise no rank sends
-  SlotLayout slot;
+  int slot_idx, held_capacity;
   int32_t* route;
   BetweenRoute parts;
-  HostCounts* host_counts;  // nullptr: the host does not wait
-  uint32_t counts_epoch;
 };
 
-struct CombineBetweenParams {
+struct CombineBetweenParams : CommonCombineParams {
   BetweenDomain between;
-  const uint8_t* rows;     // [N, H] bf16
-  const float* weights;    // [N, W] or nullptr
-  const uint8_t* bias[2];  // [T, H] bf16 or nullptr
-  uint8_t* out;            // [T, H] bf16
-  float* out_weights;      // [T, W] or nullptr
   // Scratch where a domain has several ranks: sums over them.
   uint8_t* own_sums;   // [T, H] bf16, by index among the tokens that have rows in this domain
   float* own_weights;  // [T, W] or nullptr, by the same index
-  int num_tokens, num_rows, num_topk, num_weights, row_bytes;
-  uint32_t call[kNumReadyWords];  // what all ranks must have alike
-  int window_bytes;               // of stores on the wire at once; 0: not limited
+  int num_topk;
   RecordLayout record;
-  SlotLayout slot;  // `rows` and `weights` of partial rows at the rank that sums them
   const int32_t* route;
   BetweenRoute parts;
 };
