@@ -40,7 +40,7 @@ void add_sizes(py::module_& module) {
         return BetweenLayout::of(make_grid(num_domains, ranks_per_domain)).num_bytes;
       },
       py::kw_only(), py::arg("num_domains"), py::arg("ranks_per_domain"));
-  // Words that a source publishes to each domain: of the header, counts of its tokens by rank.
+  // Words that a source publishes to each domain: those of the header, and counts of its tokens by rank.
   module.def(
       "between_told_words",
       [](int num_domains, int ranks_per_domain) {
@@ -56,7 +56,7 @@ void add_sizes(py::module_& module) {
         return py::make_tuple(ring.slot_bytes, ring.num_slots, ring.slots_per_credit);
       },
       py::kw_only(), py::arg("num_domains"));
-  // Window and words of the link, also for more domains than a link may have.
+  // Bytes of the link's window and words, also for more domains than a link may have.
   module.def(
       "between_link_bytes",
       [](int num_domains) {
@@ -78,7 +78,7 @@ void add_sizes(py::module_& module) {
   module.def(
       "between_record",
       [](int64_t row_bytes, int num_scales, int num_destinations, int num_experts, int num_weights) {
-        // More than a row that calls may have, so that the sizes of larger ones can be reported.
+        // Larger rows than calls may have, so that their sizes can be reported.
         require(row_bytes >= 1 && row_bytes <= kChunkSlotBytes / 2, "row_bytes", row_bytes, "1 … 131072");
         const RecordLayout record = RecordLayout::of(row_bytes, num_scales, num_destinations, num_experts, num_weights);
         return py::make_tuple(record.num_bytes, record.per_chunk);

@@ -28,14 +28,14 @@ LinkLayout link_layout(int num_domains, int domain_idx, const std::vector<Shape>
   return make_link_layout(num_domains, domain_idx, num_near, shapes.data(), static_cast<int>(shapes.size()));
 }
 
-// Of every transport: how the proxy runs, and the faults that tests ask for.
+// The proxy of any transport, with the faults that tests ask for.
 std::unique_ptr<Proxy> make_proxy(std::unique_ptr<Link> link, int num_fifos, int device, std::vector<int> cpus,
                                   const Faults& faults) {
   if (faults.max_delay_us > 0 || faults.lost_fraction > 0) link = make_faulty_link(std::move(link), faults);
   return std::make_unique<Proxy>(std::move(link), ProxyOptions{num_fifos, device, std::move(cpus)});
 }
 
-// gbytes_per_s: a rate, as of a NIC; 0: as fast as memory.
+// gbytes_per_s: the rate of a simulated NIC; 0: as fast as memory.
 std::unique_ptr<Proxy> loopback_proxy(const LinkLayout& layout, const std::vector<uintptr_t>& windows,
                                       double gbytes_per_s, int num_fifos, int device, std::vector<int> cpus,
                                       const Faults& faults) {
@@ -70,7 +70,7 @@ std::unique_ptr<Proxy> verbs_proxy(const LinkLayout& layout, std::vector<std::st
   return make_proxy(make_verbs_link(layout, options), num_fifos, device, std::move(cpus), faults);
 }
 
-// Peers' addresses are bytes that may hold anything.
+// Addresses are bytes, because they need not be text.
 py::bytes address(const Proxy& self) { return self.address(); }
 
 void connect(Proxy& self, const std::vector<py::bytes>& addresses, double timeout_s) {
@@ -172,7 +172,7 @@ void add_transport(py::module_& module) {
     try {
       if (thrown) std::rethrow_exception(thrown);
     } catch (const LinkError& error) {
-      // Python knows which rank the peer is: hybrid_ep/transport raises TransportError.
+      // hybrid_ep/transport knows the rank of the peer, and raises TransportError.
       PyErr_SetObject(PyExc_ConnectionError, py::make_tuple(error.peer, error.what()).ptr());
     }
   });
@@ -215,7 +215,7 @@ void add_transport(py::module_& module) {
              py::arg("cpus") = std::vector<int>(), py::arg("faults") = Faults());
   module.attr("has_verbs") = kHasVerbs;
   module.def("active_verbs_devices", &active_verbs_devices, py::arg("port") = 1);
-  // 4.096 µs × 2^first until a retry, and how many there are.
+  // Two numbers: a retry comes after 4.096 µs × 2^first; the second is the number of retries.
   module.def(
       "verbs_retries",
       [](double timeout_s) {

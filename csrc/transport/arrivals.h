@@ -32,7 +32,7 @@ class Arrivals {
   explicit Arrivals(const LinkLayout& layout) : layout_(layout), half_(layout.num_words) {}
 
   // Takes the immediate of a write from a peer. Returns the index of the word that is complete now, −1 while its other
-  // half is missing, or −2 where the immediate fits nothing.
+  // half is missing, or −2 if no write has such an immediate.
   int64_t take(int peer, Immediate immediate) {
     const bool is_credit = immediate.part == Part::kCredit;
     const Command command{

@@ -1,4 +1,4 @@
-// What a kernel asks the proxy to do: 16 bytes, stored and loaded as one.
+// A command of a kernel to the proxy: 16 bytes, stored and loaded as one.
 #pragma once
 
 #include <cstdint>
@@ -60,7 +60,7 @@ HYBRID_EP_HOST_DEVICE Command unpack(const PackedCommand& packed) {
   return command;
 }
 
-// Whether the layout has what a put or credit names.
+// Whether the layout has the ring, peer and slot that a put or credit names.
 inline bool fits(const LinkLayout& layout, const Command& command) {
   if (command.ring >= layout.num_rings || !layout.joins(command.peer)) {
     return false;

@@ -23,10 +23,11 @@ class FailureReport {
  public:
   FailureReport() : flag_(allocate_pinned(sizeof(uint32_t))) {}
 
-  // A lost peer is no failure from now on. Kernels wait for it until their deadline, and so name it when all ranks do.
+  // From now on the loss of a peer is no failure of the link. Kernels wait for the peer until their deadline, so that
+  // all ranks name it at the same time.
   void keep_other_peers() { keeps_others_ = true; }
 
-  // Any thread. Later failures are dropped.
+  // Records a failure; later ones are dropped. Called by any thread.
   void report(LinkFailure failure) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (failure.peer >= 0) has_lost_[failure.peer] = true;
@@ -36,7 +37,7 @@ class FailureReport {
     __atomic_store_n(flag(), failure_word(failure_->peer), __ATOMIC_RELEASE);
   }
   bool has_failed() const { return __atomic_load_n(flag(), __ATOMIC_ACQUIRE) != 0; }
-  // Whether a peer was lost, so that nothing can be sent to it. Any thread.
+  // Whether a peer was lost, so that nothing can be sent to it. Called by any thread.
   bool has_lost(int peer) const { return has_lost_[peer]; }
   std::optional<LinkFailure> get() const {
     const std::lock_guard<std::mutex> lock(mutex_);

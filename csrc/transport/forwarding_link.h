@@ -1,4 +1,4 @@
-// A link that another link carries out: the base of those that change when its commands are posted.
+// The base of links that only change when commands are posted: another link carries the commands out.
 #pragma once
 
 #include <memory>

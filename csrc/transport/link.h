@@ -44,7 +44,7 @@ class Link {
   virtual std::vector<uint8_t*> mapped_windows() const { return {}; }
   // The rate that kernels of mapped windows keep to, in 10⁹ bytes a second; 0: none.
   virtual double gbytes_per_s() const { return 0; }
-  // With NVSHMEM, the PEs of the peers by domain.
+  // The PEs of the peers, by domain; empty without NVSHMEM.
   virtual std::vector<int> pes() const { return {}; }
   // Describes for people what the link uses: devices, kind of memory, connections.
   virtual std::string describe() const = 0;

@@ -1,4 +1,4 @@
-// What a kernel gets of a link: pointers and shapes, passed by value as a part of its parameters.
+// A link as a kernel sees it: pointers and shapes, passed by value as a part of the kernel's parameters.
 #pragma once
 
 #include <cstdint>
@@ -19,14 +19,14 @@ struct LinkView {
   uint64_t* words;          // this rank's flags and credits; written by peers, loaded by kernels with acquire
   const uint32_t* failure;  // pinned: failure_word; the host has the whole record
   FifoView fifos;
-  // Where is_mapped, kernels write their peers' windows themselves and give no commands. `windows` are those of the
-  // domains, as this GPU maps them, each with its words behind it. With NVSHMEM `pes` are the peers' PEs, and a window
-  // that this GPU does not map is nullptr.
+  // If is_mapped, kernels write their peers' windows themselves and give no commands. `windows` has the window of each
+  // domain as this GPU maps it, with its words behind it. With NVSHMEM, `pes` has the peers' PEs, and the window of a
+  // peer that this GPU does not map is nullptr.
   bool is_mapped;
   uint8_t* windows[kMaxDomains];
   int pes[kMaxDomains];
-  // Of a link whose kernels keep to the rate of a NIC: the time of a byte, 0 without a rate, and a word of this GPU
-  // with the time by clock_ns() at which the chunks given so far have crossed.
+  // Limit a link to the rate of a NIC: the time of a byte (0: no limit), and a word of this GPU with the time, by
+  // clock_ns(), at which the chunks given so far have crossed.
   float ns_per_byte;
   uint64_t* crossed_at;
 };

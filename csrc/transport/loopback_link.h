@@ -7,7 +7,7 @@
 
 namespace hybrid_ep {
 
-// Makes its own window, which peers map through /proc.
+// Makes a link whose window peers map through /proc.
 std::unique_ptr<Link> make_loopback_link(const LinkLayout& layout);
 
 }  // namespace hybrid_ep

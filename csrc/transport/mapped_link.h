@@ -18,7 +18,7 @@
 namespace hybrid_ep {
 
 // `windows` are those of all domains by index, as this process maps them, each with its words behind it. gbytes_per_s:
-// a rate that kernels keep to, as a NIC would; 0: none.
+// the rate of a NIC, to which kernels keep; 0: no limit.
 std::unique_ptr<Link> make_mapped_link(const LinkLayout& layout, const std::vector<uintptr_t>& windows,
                                        double gbytes_per_s);
 

@@ -15,9 +15,9 @@ struct FreeMemory {
 };
 using Memory = std::unique_ptr<uint8_t[], FreeMemory>;
 
-// Zeroed. Pinned memory is read and written by host and GPU at the same address.
+// Zeroed pinned memory, which host and GPU read and write at the same address.
 Memory allocate_pinned(size_t num_bytes);
-// Zeroed, on the calling thread's current GPU.
+// Zeroed memory of the calling thread's current GPU.
 Memory allocate_device(size_t num_bytes);
 
 // A range of GPU memory, exported as a dma-buf for other devices.
@@ -29,8 +29,8 @@ struct DmaBuf {
 };
 DmaBuf export_dmabuf(uintptr_t memory, size_t num_bytes);
 
-// To be called after the calling thread has seen the completion of a NIC's write to the memory of the current GPU.
-// Kernels of that GPU that see what the thread writes next then see the NIC's write as well.
+// Orders a NIC's write to the memory of the current GPU, whose completion the calling thread has seen, before the
+// thread's next writes: a kernel of that GPU that sees these sees the NIC's write, too.
 void flush_gpu_direct_writes();
 
 // Makes a GPU the calling thread's current one.

@@ -232,7 +232,7 @@ bool Proxy::carry_out(const Command& command) {
   return true;
 }
 
-// With −1, until something wakes it.
+// Sleeps at most so long; with −1, until something wakes the proxy.
 void Proxy::sleep(int64_t timeout_ns) {
   is_asleep_ = true;
   if (timeout_ns >= 0 || opened_ == ended_) {

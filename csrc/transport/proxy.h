@@ -4,7 +4,7 @@
 //
 // While a call is open the thread spins over the FIFOs and the link. When none is open, and everything posted is
 // complete, it sleeps until begin_call() or until the link's file descriptor wakes it. In a call in which nothing has
-// happened for a while it looks less and less often.
+// happened for a while the thread polls less and less often.
 //
 // After a failure the thread takes commands and drops them, so that no kernel waits for a free entry of a FIFO. If the
 // link keeps its other peers, the thread drops only the commands for the lost peer.
@@ -50,7 +50,7 @@ class Proxy {
   // Connects the link and starts the thread. Once.
   void connect(const std::vector<std::string>& addresses, double timeout_s);
 
-  // What kernels get. Its pointers live as long as the proxy.
+  // The view of the link for kernels. Its pointers live as long as the proxy.
   LinkView view() const;
 
   // Opens a call: before a kernel with commands is launched, once for each. Any thread, cheap, and allowed in a host
@@ -60,7 +60,7 @@ class Proxy {
   // Undoes begin_call(): the launch was refused, so no kernel ends the call.
   void take_back_call();
 
-  // The loss of a peer is no failure of the link from now on: what goes to that peer is dropped.
+  // From now on the loss of a peer is no failure of the link: chunks for that peer are dropped.
   void keep_other_peers();
   // The first failure of the link.
   std::optional<LinkFailure> failure() const;

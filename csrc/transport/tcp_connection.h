@@ -12,7 +12,7 @@
 
 namespace hybrid_ep {
 
-// Where a frame's payload goes, and its word once the payload is there.
+// The places for a frame's payload, and for its word once the payload is there.
 struct FrameTarget {
   uint8_t* payload;
   uint64_t* word;

@@ -38,7 +38,7 @@ VerbsDevice open_verbs_device(const std::string& name, const VerbsOptions& optio
 
 // Registers memory for peers to write. Returns nothing where the device does not take it; errno has the reason.
 VerbsOwner<ibv_mr> register_memory(const VerbsDevice& device, void* memory, size_t num_bytes, bool relaxed_ordering);
-// The same for GPU memory by its dma-buf.
+// Registers GPU memory, by its dma-buf, for peers to write.
 VerbsOwner<ibv_mr> register_dmabuf(const VerbsDevice& device, const DmaBuf& buffer, bool relaxed_ordering);
 
 }  // namespace hybrid_ep

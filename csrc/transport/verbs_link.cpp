@@ -28,7 +28,7 @@ constexpr auto kLookPause = std::chrono::milliseconds(10);  // between looks for
 constexpr uint32_t kFirstPacket = 0;                        // sequence number
 constexpr auto kGoodbye = std::chrono::seconds(1);
 
-// Where a peer's memory is, through one of its NICs.
+// The addresses of a peer's memory, through one of its NICs.
 struct RemoteMemory {
   uint64_t window, words, staged;
   uint32_t window_key, words_key, staged_key;

@@ -9,7 +9,7 @@ namespace {
 
 Grid make_grid(int rank, int num_domains, int ranks_per_domain) { return {rank, num_domains, ranks_per_domain}; }
 
-// Tokens of a chunk, and its bytes.
+// Two numbers: the tokens of a chunk, and its bytes.
 py::tuple chunk_of(const RecordLayout& record) {
   return py::make_tuple(record.per_chunk, record.per_chunk * record.num_bytes);
 }

@@ -21,7 +21,7 @@ void add_low_latency(pybind11::module_& module);
 void add_push_rows(pybind11::module_& module);
 void add_slot_pool(pybind11::module_& module);
 
-// Those that another module has passed, or with None this module's.
+// The kernels in a capsule that another module has passed; with None, this module's kernels.
 LinkKernels link_kernels_of(const pybind11::object& capsule);
 
 template <typename T>

@@ -10,7 +10,7 @@ PYBIND11_MODULE(_cuda, module) {
     try {
       std::rethrow_exception(thrown);
     } catch (const hybrid_ep::CudaError& error) {
-      // Only here: the module can be imported without the package, which needs torch.
+      // Imported only here, so that the module can be imported without the package, which needs torch.
       const py::object type = py::module_::import("hybrid_ep.errors").attr("CudaError");
       PyErr_SetString(type.ptr(), error.what());
     }

@@ -76,7 +76,7 @@ class SlotTensors {
     return py::none();
   }
 
-  // The first four of them, of a dispatch between domains.
+  // The tensors of a dispatch between domains: rows, experts, weights and scales.
   py::tuple tensors_between(int slot_idx, const DispatchShape& plan, int64_t num_rows) {
     py::tuple slot = slot_tensors(slot_idx, plan.format, num_rows, false);
     pool_->release(slot_idx);
@@ -95,13 +95,13 @@ class SlotTensors {
     };
   }
 
-  // Without the GIL: it may wait for the GPU.
+  // Releases the GIL, because the call may wait for the GPU.
   static int slots_agreed(const Communicator& communicator, cudaStream_t stream) {
     const py::gil_scoped_release release;
     return communicator.slots_agreed_eagerly(stream);
   }
 
-  // Rows, experts, weights and scales in a slot, each of which holds it.
+  // Rows, experts, weights and scales in a slot. Each tensor holds the slot.
   py::tuple slot_tensors(int slot_idx, const RowFormat& format, int64_t num_rows, bool is_permuted) {
     const SlotLayout layout = make_slot_layout(format.widths(), slot_bytes_);
     require(num_rows <= layout.capacity, "rows of a result", num_rows, "what a slot holds");

@@ -46,7 +46,7 @@ PYBIND11_MODULE(_nvshmem, module) {
     try {
       if (thrown) std::rethrow_exception(thrown);
     } catch (const NvshmemError& error) {
-      // Of no single peer: hybrid_ep/transport raises TransportError.
+      // −1: no single peer. hybrid_ep/transport raises TransportError.
       PyErr_SetObject(PyExc_ConnectionError, py::make_tuple(-1, error.what()).ptr());
     } catch (const CudaError& error) {
       PyErr_SetObject(PyExc_ConnectionError, py::make_tuple(-1, error.what()).ptr());
