@@ -183,7 +183,8 @@ __device__ inline void finish_quietly(LowLatencyProgress& progress, uint32_t epo
   progress.epoch = epoch;
 }
 
-// The same for a role whose writes CTAs of the other role wait for in the same kernel, with wait_for_other_role.
+// Ends a role like finish_quietly(). CTAs of the other role of this kernel wait for its writes by
+// wait_for_other_role().
 __device__ inline void finish_for_other_role(LowLatencyProgress& progress, uint32_t epoch, uint32_t num_ctas) {
   __syncthreads();
   if (threadIdx.x != 0) return;

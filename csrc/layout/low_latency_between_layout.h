@@ -107,23 +107,23 @@ struct Forwarded {
 
 // One buffer of one kind.
 struct LowLatencyBetweenChannel {
-  // By the rank of the domain that forwards rank i's chunks: Forwarded << 32 | epoch. Stored relaxed, compared for
-  // equality.
+  // Written by the rank of the domain that forwards rank i's chunks: Forwarded << 32 | epoch. Stored relaxed, compared
+  // for equality.
   uint64_t forwarded[kMaxRanks];
   // Written by this rank.
   uint32_t num_records[kMaxDomains];  // of a dispatch that ships; 0 between kernels
   uint32_t finished_ctas;             // 0 between kernels
 };
 
-// Behind each region.
+// Control memory behind each region.
 struct LowLatencyBetweenControl {
   LowLatencyBetweenChannel channels[2][kLowLatencyBuffers];  // by LowLatencyKind
-  // By the host.
+  // Written by the host.
   uint32_t session;
   uint32_t first_epoch;  // of a buffer in this session
 };
 
-// What kernels that ship and forward take beside the ranks: what joins the domains.
+// How the domains are joined, for the kernels that ship and forward.
 //
 // The ranks of a domain form groups of equal size. The link joins this rank to one rank of each group of other domains:
 // the peer, which forwards to its group. A group is the whole domain, or a single rank, which forwards only to itself.

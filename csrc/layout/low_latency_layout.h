@@ -80,7 +80,7 @@ struct alignas(16) LowLatencyBegun {
 };
 static_assert(sizeof(LowLatencyBegun) == 16 && kMaxLowLatencyTokens < 1 << LowLatencyBegun::kTokensBits);
 
-// What names a dispatch: equal at all its ranks, and of no other dispatch. A rank that refuses a combine gives 0.
+// The number of a dispatch: equal at all of its ranks, and unique. A rank that refuses a combine gives 0.
 struct LowLatencyNumber {
   uint32_t call;  // the epoch and the buffer: from device memory, so that it is another one in each replay of a graph
   uint32_t counter;  // what has counted the epoch; the host gives it
@@ -107,22 +107,23 @@ struct LowLatencyChannel {
   LowLatencyBegun begun[kMaxRanks];   // by i (dispatch)
   LowLatencySent sent[kMaxRanks];     // by i (combine)
   uint32_t weights_epoch[kMaxRanks];  // by i when its weights have arrived here (combine): release, acquire
-  // By i: calls of this buffer whose rows it has read. Stored relaxed, because the kernels that read them have ended;
-  // loaded with acquire.
+  // Written by i: the last call of this buffer whose rows i has read. Stored relaxed, because the kernels that read
+  // them have ended; loaded with acquire.
   uint32_t free_epoch[kMaxRanks];
   // Written by this rank.
   LowLatencyProgress send, receive;
-  // Of a combine: kNoSignalBit and the index of a signal that did not come; 0 between kernels. Set by atomics, read by
+  // kNoSignalBit and the index of a signal that did not come to a combine; 0 between kernels. Set by atomics, read by
   // the last CTA behind the fences of finish_send.
   uint32_t no_signal;
   uint32_t waited_us[kMaxRanks];  // for i in this call, as far as known (dispatch with wait statistics); by atomics
-  // Whether i takes part in a call that receives, << 32, and the epoch of that call: see decide(). By atomics.
+  // Whether i takes part in a call that receives, << 32, and the epoch of that call: see decide(). Set by atomics.
   uint64_t decided[kMaxRanks];
 };
 
 struct LowLatencyControl {
   LowLatencyChannel channels[2][kLowLatencyBuffers];  // by LowLatencyKind
-  // By the host, and by a kernel that gave a rank up. Plain: a CTA that sees it late waits for the rank once more.
+  // Written by the host, and by a kernel that gave a rank up. Stored plainly: a CTA that sees the mask late waits for
+  // the rank once more.
   int32_t masked[kMaxRanks];
 };
 
@@ -212,9 +213,9 @@ struct LowLatencyCapacity {
     return low_latency_align(sizeof(LowLatencyControl)) + buffer_idx * routes_bytes;
   }
   int64_t flags_begin(int buffer_idx) const { return routes_begin(kLowLatencyBuffers) + buffer_idx * flags_bytes; }
-  // All that holds epochs, from the region's begin on.
+  // Bytes from the begin of the region to the end of the parts that hold epochs.
   int64_t epochs_bytes() const { return flags_begin(kLowLatencyBuffers); }
-  // Of the slots of a dispatch, or of a combine.
+  // Where the slots of a dispatch begin, or the rows of a combine.
   int64_t buffer_begin(LowLatencyKind kind, int buffer_idx) const {
     return kind == LowLatencyKind::kDispatch
                ? epochs_bytes() + buffer_idx * slots_bytes

@@ -1,5 +1,5 @@
-// Low-latency combine: a warp per segment of a row on the way out and some CTAs per token on the way in. They are CTAs
-// of one kernel, those that send first, or with a hook of two.
+// Low-latency combine: a warp per segment of a row on the way out and some CTAs per token on the way in. Both
+// are CTAs of one kernel, in which those that send come first. With a hook they are two kernels.
 //
 //     rows[row_of[s, t, k]] ─► (several of one token: weighted sum) ─► row (t, k) in s's buffer ─ sent ─► sum_rows
 //     topk_weights ─► every rank ─────────────────────┘
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kSumThreads, kCombineCtasPerSm)
   }
 }
 
-// By whether rows cross as LogFMT.
+// Indexed by whether rows cross as LogFMT.
 constexpr void (*kReturnKernels[])(ReturnRowsParams) = {return_rows_kernel<false>, return_rows_kernel<true>};
 constexpr void (*kReturnSignalledKernels[])(ReturnSignalledRowsParams) = {return_signalled_rows_kernel<false>,
                                                                           return_signalled_rows_kernel<true>};

@@ -1,5 +1,5 @@
-// Low-latency dispatch: a CTA per token on the way out and some CTAs per local expert on the way in. They are CTAs of
-// one kernel, those that send first, or with a hook of two.
+// Low-latency dispatch: a CTA per token on the way out and some CTAs per local expert on the way in. Both are
+// CTAs of one kernel, in which those that send come first. With a hook they are two kernels.
 //
 //     x[t] ─► (quantised) ─► slot (me, t) of each rank that has an expert of t ─┐
 //     topk_idx[t] ─────────► route (me, t) of every rank ─► index of each copy ─┴─ flag ─► rows[e][index] ◄─ slots
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kSendThreads, kSendCtasPerSm)
 constexpr void (*kSendKernels[])(SendTokensParams) = {send_tokens_kernel<Rows::kPlain>, send_tokens_kernel<Rows::kFp8>,
                                                       send_tokens_kernel<Rows::kNvfp4>};
 
-// With half the registers of a send: beside another kernel's CTAs, two of these fit on an SM.
+// Has half the registers of a send, so that two CTAs fit on an SM beside those of another kernel.
 template <bool kNvfp4>
 __global__ void __launch_bounds__(kReceiveThreads, 2 * kReceiveCtasPerSm)
     receive_tokens_kernel(const __grid_constant__ ReceiveTokensParams params) {
@@ -118,7 +118,7 @@ void launch_receive_tokens(const ReceiveTokensParams& params, int num_device_sms
 void launch_dispatch_tokens(const SendTokensParams& send, const ReceiveTokensParams& receive, int num_device_sms,
                             cudaStream_t stream) {
   const int num_sends = num_send_ctas(send, num_device_sms), most = kReceiveCtasPerSm * num_device_sms;
-  // All run at once where the sends leave half of the room. Otherwise the receive waits for their room anyway.
+  // If the sending CTAs leave half of the GPU, all CTAs run at once. Otherwise receiving ones start where these end.
   const int shares = num_shares(receive, 2 * num_sends <= most ? most - num_sends : most);
   launch_kernel(LaunchKind::kPlain, kDispatchKernels[static_cast<int>(rows_of(send.format))],
                 SendAndReceiveParams{send, receive, num_sends, shares}, num_sends + shares * num_local_experts(receive),

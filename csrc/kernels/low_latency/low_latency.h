@@ -10,7 +10,7 @@
 
 namespace hybrid_ep {
 
-// What both kernels of a dispatch take.
+// Parameters of both kernels of a dispatch.
 struct DispatchTokensParams {
   LowLatencyDomain domain;
   LowLatencyShape shape;
@@ -42,7 +42,7 @@ struct ReceiveTokensParams : DispatchTokensParams {
   int64_t* wait_stats;    // [R] or nullptr
 };
 
-// What both kernels that send rows home take.
+// Parameters of both kernels that send rows home.
 struct SendHomeParams {
   LowLatencyDomain domain;
   LowLatencyShape shape;
@@ -91,7 +91,7 @@ void prepare_low_latency_combine();
 // may start early too. It writes at once, so no other running kernel may use the memory of the results.
 void launch_send_tokens(const SendTokensParams& params, int num_device_sms, cudaStream_t stream);
 void launch_receive_tokens(const ReceiveTokensParams& params, int num_device_sms, bool is_early, cudaStream_t stream);
-// Both in one kernel.
+// Sends and receives in one kernel.
 void launch_dispatch_tokens(const SendTokensParams& send, const ReceiveTokensParams& receive, int num_device_sms,
                             cudaStream_t stream);
 void launch_return_rows(const ReturnRowsParams& params, int num_device_sms, cudaStream_t stream);

@@ -29,7 +29,7 @@ template <Rows kRows>
 constexpr int kMaxScaleWords =
     kMaxRowBytes / 2 / (kRows == Rows::kNvfp4 ? kChannelsPerBlock * kScalesPerWord : kChannelsPerScale);
 
-// Where one token goes.
+// The destinations of one token.
 struct Targets {
   int count;
   uint8_t* slot[kMaxTopk];

@@ -26,8 +26,8 @@ struct Terms {
   float weight[kMaxTopk];
 };
 
-// Finds them: one warp, a lane per column, which has loaded the expert and the weight of its column. Of several columns
-// whose rows a rank has summed, the first one counts, with weight 1.
+// Finds the columns. Called by one warp, a lane per column, which has loaded the expert and weight of its column. Of
+// several columns whose rows a rank has summed, the first one counts, with weight 1.
 __device__ void find_terms(const SumRowsParams& params, const bool* present, const bool* has_summed, int64_t expert,
                            float weight, Terms& terms) {
   const int lane = threadIdx.x % 32;

@@ -1,5 +1,5 @@
-// Low-latency combine across domains: what ships rows of other domains' tokens to the peers there, and what forwards
-// the peers' rows.
+// Low-latency combine across domains: one kernel ships rows of other domains' tokens to the peers there, another one
+// forwards the peers' rows.
 //
 //     ship_rows     packed rows of tokens of a domain ─► records, and their places ─ put, flag ─► peer there
 //     forward_rows  record ─► row (token, column) of its source, then the flag of the peer at every rank of this domain
@@ -27,7 +27,7 @@ struct Runs {
   int begin[kMaxLocalExperts], first[kMaxLocalExperts + 1];
 };
 
-// Writes the tables of what stays in the domain.
+// Writes the tables without the rows of other domains.
 __device__ void write_own_tables(const ShipRowsParams& params) {
   const Grid& grid = params.peers.grid;
   const int per_rank = params.shape.max_tokens * params.shape.num_topk, num_ranks = grid.num_ranks();
@@ -58,7 +58,7 @@ __device__ void find_runs(const ShipRowsParams& params, int domain, Runs& runs) 
   __syncthreads();
 }
 
-// Where a packed row of an expert goes. Collective over the warp.
+// The destination of a packed row of an expert. Collective over the warp.
 __device__ RowPlace find_place(const ShipRowsParams& params, int domain, int expert, int row) {
   const LowLatencyShape& shape = params.shape;
   const int size = params.peers.grid.ranks_per_domain, num_ranks = params.domain.num_ranks, lane = threadIdx.x % 32;
@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward_rows_kernel(const __grid_
   const int row_bytes = 2 * shape.hidden;
   for (int i = 1; i < grid.num_domains; ++i) {
     const int d = (grid.domain_idx() + i) % grid.num_domains;
-    // Of rows that cannot be used, and of those in another format, only the flag is forwarded.
+    // If the rows cannot be used, only the flag is forwarded.
     if (!came[d] || sent[d].value > (kNoSums | kLogFmtBit)) continue;
     const uint8_t* chunk = chunk_of(d).in();
     const int record_bytes = crossing_bytes(shape.hidden, (sent[d].value & kLogFmtBit) != 0);

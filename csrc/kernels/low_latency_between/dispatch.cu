@@ -1,4 +1,5 @@
-// Low-latency dispatch across domains: what ships this rank's tokens to the peers, and what forwards theirs.
+// Low-latency dispatch across domains: one kernel ships this rank's tokens to the peers, another one forwards the
+// peers' tokens.
 //
 //     ship_tokens     slot (me, t) ─► record ─► chunk of each domain that has an expert of t ─ put, flag ─► peer
 //                     route (me, t) ─► chunk of every domain
@@ -183,7 +184,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (int i = 1; i < grid.num_domains; ++i) {
     const int d = (grid.domain_idx() + i) % grid.num_domains, source = grid.peer_in(d);
     if (!came[d]) continue;
-    // Of another call only that is forwarded: the ranks that receive report it.
+    // Of a chunk of another call only the sizes are forwarded: the ranks that receive report the difference.
     const LowLatencyBegun& begun = headers[d].begun;
     const bool is_same = begun.call[0] == params.call.words[0] && begun.call[1] == params.call.words[1];
     const uint32_t most = is_same ? params.shape.max_tokens : 0;

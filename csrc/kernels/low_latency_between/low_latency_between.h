@@ -11,7 +11,7 @@
 
 namespace hybrid_ep {
 
-// What all four take. Regions of ranks of other domains are this rank's own.
+// Parameters of all four kernels. A rank of another domain has this rank's own region as its address.
 struct AcrossDomainsParams {
   LowLatencyDomain domain;  // all ranks
   LowLatencyPeers peers;

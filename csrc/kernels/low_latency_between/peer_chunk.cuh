@@ -27,7 +27,7 @@ __device__ LowLatencyBetweenChannel& between_channel(const AcrossDomainsParams& 
 template <typename Link>
 class PeerChunk {
  public:
-  // `domain` is not the own one.
+  // `domain` is another one than this rank's.
   __device__ PeerChunk(const AcrossDomainsParams& params, const Waiter& waiter, const Link& link, uint32_t epoch,
                        int domain)
       : params_(params),
@@ -43,7 +43,7 @@ class PeerChunk {
   __device__ int peer() const { return peer_; }
 
   // Waits until the peer has forwarded this buffer's chunk of the call before; leaves a peer out that does not come.
-  // Any thread, which may write to out() then.
+  // Called by any thread, which may then write to out().
   __device__ bool wait_free() const {
     const auto is_free = [&] {
       const uint64_t credit = link_.poll_credit(ring_, domain_, slot());
@@ -146,8 +146,8 @@ __device__ void end_call(const AcrossDomainsParams& params, const Waiter& waiter
   if (threadIdx.x == 0) waiter.sends(link.end_call([&] { return waiter.expired(); }), params.domain.rank);
 }
 
-// Collective over the last CTA of a kernel that forwards: the own memory that stands for ranks of other domains may be
-// written by the next call.
+// Collective over the last CTA of a kernel that forwards: publishes that the next call may write this rank's memory for
+// the ranks of other domains.
 __device__ inline void free_own_memory(const AcrossDomainsParams& params, uint32_t epoch) {
   LowLatencyChannel& own = channel_of(params.domain, params.domain.rank);
   const int r = threadIdx.x;
@@ -169,10 +169,10 @@ __device__ void tell_forwarded(const AcrossDomainsParams& params, const Link& li
                             static_cast<uint64_t>(Forwarded{why, waited_us}.pack()) << 32 | epoch);
 }
 
-// Waits, by a thread for each rank, for the ranks of the own domain and for what they forward; leaves out ranks whose
-// rows do not come, so that the kernel behind this one does not wait for them. One CTA. `has_come(r)` tells whether
-// rank r of the own domain has sent; `wait_for(waiter, r)` waits for it and reports. Adds to the statistics how long a
-// rank was waited for, here or where its chunk came.
+// Waits, with a thread for each rank, for the ranks of the own domain and for the rows that they forward. Leaves out
+// ranks whose rows do not come, so that the next kernel does not wait for them. Called by one CTA. `has_come(r)` tells
+// whether rank r of the own domain has sent; `wait_for(waiter, r)` waits for it and reports. Adds to the statistics how
+// long a rank was waited for, here or where its chunk came.
 template <typename HasCome, typename WaitFor>
 __device__ void wait_for_ranks(const AcrossDomainsParams& params, KernelName kernel, uint32_t epoch,
                                int64_t* wait_stats, HasCome&& has_come, WaitFor&& wait_for) {
