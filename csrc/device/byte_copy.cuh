@@ -1,4 +1,4 @@
-// Copies by a warp of bytes of any alignment, where the bulk copy engine takes multiples of 16.
+// Copies by a warp, of bytes of any alignment. The bulk copy engine takes multiples of 16 only.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,7 +12,7 @@ __device__ inline bool is_aligned_for_bulk(const void* address, int num_bytes) {
   return ((reinterpret_cast<uintptr_t>(address) | static_cast<uintptr_t>(num_bytes)) & 15) == 0;
 }
 
-// Between global and shared memory, either way. Collective over the warp.
+// Copies from global to shared memory or back. Collective over the warp.
 __device__ inline void copy_bytes(uint8_t* target, const uint8_t* source, int num_bytes) {
   const int lane = threadIdx.x % 32;
   const auto copy = [&](auto* to, const auto* from) {

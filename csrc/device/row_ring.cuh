@@ -38,7 +38,7 @@ class RowRing {
   // Lane 0 begins to load a row; the others do nothing. At most num_ahead() rows may be fetched and not yet released.
   __device__ void fetch(const uint8_t* row) { fetch(row, row_bytes_); }
 
-  // The same for num_bytes, at most a stage.
+  // Lane 0 begins to load num_bytes, at most a stage.
   __device__ void fetch(const uint8_t* from, int num_bytes) {
     if (lane_ == 0) {
       ptx::barrier_expect(barrier_of(load_stage_), num_bytes);
@@ -47,7 +47,7 @@ class RowRing {
     if (++load_stage_ == num_stages_) load_stage_ = 0;
   }
 
-  // The same by ordinary loads of all lanes, for what the copy engine cannot load.
+  // Fills the next stage by ordinary loads of all lanes, from an address that the copy engine cannot load from.
   __device__ void fill(const uint8_t* from, int num_bytes) {
     copy_bytes(memory_ + load_stage_ * row_bytes_, from, num_bytes);
     ptx::fence_shared_for_bulk();

@@ -34,8 +34,8 @@ class RowSender {
     for (int i = 0; i < ring_.num_ahead(); ++i) fetch(number + i * num_warps_);
   }
 
-  // Sends those and all further rows. `counter` is 0 before the kernel begins. For destination q of a lane,
-  // load_dst(row, q) begins to load its row there, and target_of(dst, q) returns the address or nullptr.
+  // Sends the first rows of begin() and all further ones. `counter` is 0 before the kernel begins. For destination q of
+  // a lane, load_dst(row, q) begins to load its row there, and target_of(dst, q) returns the address or nullptr.
   template <int kDstPerLane, typename LoadDst, typename TargetOf>
   __device__ void send(uint32_t* counter, LoadDst&& load_dst, TargetOf&& target_of) {
     using Dst = decltype(load_dst(0, 0));
@@ -65,7 +65,7 @@ class RowSender {
     ptx::bulk_wait_written<0>();
   }
 
-  // Instead of send(): waits until no load into shared memory is in flight.
+  // Takes the place of send() where nothing is sent: waits until no load into shared memory is in flight.
   __device__ void drop() {
     for (; num_ahead_ > 0; --num_ahead_) {
       ring_.wait();

@@ -42,8 +42,8 @@ __device__ inline void report_other_call(FaultRecord* record, KernelName kernel,
   report_fault(record, FaultKind::kOtherCall, kernel, static_cast<WaitTag>(field), rank, peer, mine, theirs, witness);
 }
 
-// The same for the words of ControlBlock::ready, which ranks compare before anything is sent. The first that differs is
-// reported, or that the peer refuses the call. A rank that refuses it reports nothing: its host raises.
+// Reports how the peer's words of ControlBlock::ready differ from this rank's: the first field that differs, or that
+// the peer refuses the call. A rank that refuses the call itself reports nothing, because its host raises.
 __device__ inline void report_other_ready(FaultRecord* record, KernelName kernel, int rank, int peer,
                                           const uint32_t (&my_call)[kNumReadyWords],
                                           const uint32_t (&their_call)[kNumReadyWords]) {
@@ -52,7 +52,7 @@ __device__ inline void report_other_ready(FaultRecord* record, KernelName kernel
     report_fault(record, FaultKind::kRefused, kernel, WaitTag::kReady, rank, peer, 0, their_call[1]);
     return;
   }
-  // NOTE: no index that depends on the word: arrays that are indexed so are kept in local memory.
+  // NOTE: `word` indexes no array: the compiler would keep the array in local memory.
   const int word = my_call[0] == their_call[0] ? 1 : 0;
   uint32_t mine = word == 0 ? my_call[0] : my_call[1], theirs = word == 0 ? their_call[0] : their_call[1];
   CallField field = CallField::kHandle;
@@ -85,7 +85,8 @@ __device__ inline void report_other_ready(FaultRecord* record, KernelName kernel
 
 class Waiter {
  public:
-  // `control`: the control blocks of all ranks, through which ranks publish whom they wait for. nullptr: they do not.
+  // `control`: the control blocks of all ranks, in which a rank publishes the rank that it waits for in vain. nullptr:
+  // nothing is published.
   __device__ Waiter(FaultRecord* record, KernelName kernel, int rank, uint64_t timeout_ns,
                     ControlBlock* const* control = nullptr, int num_ranks = 0)
       : record_(record),
@@ -101,8 +102,8 @@ class Waiter {
     return poll([&] { return ptx::load_acquire_system(flag); }, has_come, epoch, peer, tag);
   }
 
-  // The same for a flag with a value: the epoch is the lower half of the word. *value is that of `epoch`, and is left
-  // alone if a later epoch has been raised already.
+  // Waits until the lower half of *flag has reached `epoch`. Writes the upper half to *value, unless a later epoch has
+  // been raised already. Acquires at system scope.
   __device__ bool until_epoch(const uint64_t* flag, uint32_t epoch, int peer, WaitTag tag, uint32_t* value) const {
     const auto load = [&] {
       const uint64_t word = ptx::load_acquire_system(flag);
@@ -113,12 +114,13 @@ class Waiter {
     return poll(load, [&](uint32_t seen) { return has_reached_epoch(seen, epoch); }, epoch, peer, tag);
   }
 
-  // The same for 16 bytes that are stored as one and end with their epoch.
+  // Waits until 16 bytes, which are stored as one and end with their epoch, have reached `epoch`. Writes them to
+  // *value, unless they hold a later epoch. Acquires at system scope.
   __device__ bool until_epoch(const uint4* words, uint32_t epoch, int peer, WaitTag tag, uint4* value) const {
     return until_come([&] { return ptx::load_acquire_system(words); }, epoch, peer, tag, value);
   }
 
-  // The same where the value is the whole message: it orders no other memory.
+  // until_epoch() for 16 bytes that are the whole message: orders no other memory.
   __device__ bool until_epoch_relaxed(const uint4* words, uint32_t epoch, int peer, WaitTag tag, uint4* value) const {
     return until_come([&] { return ptx::load_relaxed_system(words); }, epoch, peer, tag, value);
   }
@@ -129,13 +131,13 @@ class Waiter {
     return poll([&] { return ptx::load_acquire_system(flag); }, is_equal, epoch, peer, tag);
   }
 
-  // The same for a word whose lower half is its epoch. It orders no other memory: *value is the whole message.
+  // Waits until the lower half of *word is exactly `epoch`. The word is the whole message: orders no other memory.
   __device__ bool until_equal(const uint64_t* word, uint32_t epoch, int peer, WaitTag tag, uint64_t* value) const {
     const auto load = [&] { return static_cast<uint32_t>(*value = ptx::load_relaxed_system(word)); };
     return poll(load, [&](uint32_t seen) { return seen == epoch; }, epoch, peer, tag);
   }
 
-  // The same for 16 bytes that are stored as one and end with their epoch.
+  // Waits until 16 bytes end with exactly `epoch`. They are the whole message: orders no other memory.
   __device__ bool until_equal(const uint4* words, uint32_t epoch, int peer, WaitTag tag, uint4* value) const {
     const auto load = [&] { return (*value = ptx::load_relaxed_system(words)).w; };
     return poll(load, [&](uint32_t seen) { return seen == epoch; }, epoch, peer, tag);
@@ -160,9 +162,9 @@ class Waiter {
     return true;
   }
 
-  // Gives up a wait at once, because the link has failed. `lost` is 2 + the lost rank as faults name it; it is
-  // published to all ranks of the domain, which may wait for this rank next. 1: the link failed without a lost peer, so
-  // that ranks that wait for this one rightly name this one. Returns false.
+  // Gives up a wait at once, because the link has failed. Returns false. `lost` is 2 + the lost rank as faults name it.
+  // That rank is published to all ranks of the domain, which may wait for this rank next. `lost` is 1 if the link
+  // failed without a lost peer. Then nothing is published, so that ranks which wait for this one name this one.
   __device__ bool lose(uint32_t lost, int peer, WaitTag tag, uint32_t expected) const {
     if (!claim()) return false;
     if (lost >= 2) post_missed(control_, num_ranks_, rank_, static_cast<int>(lost) - 2);
@@ -171,7 +173,7 @@ class Waiter {
     return false;
   }
 
-  // Waits until a counter has reached `count`, to which other kernels or copy engines of this GPU add. Acquires at
+  // Waits until a counter, to which other kernels or copy engines of this GPU add, has reached `count`. Acquires at
   // system scope. Returns false at the deadline and reports nothing: the caller's next wait does.
   __device__ bool until_raised(const uint32_t* counter, uint32_t count) const {
     while (!has_been_raised(counter, count)) {
@@ -180,7 +182,7 @@ class Waiter {
     return true;
   }
 
-  // Whether it has reached `count` already.
+  // Whether the counter has reached `count` already.
   static __device__ bool has_been_raised(const uint32_t* counter, uint32_t count) {
     return ptx::load_acquire_system(counter) >= count;
   }
@@ -200,8 +202,8 @@ class Waiter {
 
   __device__ bool expired() const { return ptx::clock_ns() > deadline_; }
 
-  // Withdraws what this rank has published of a rank that it waited for, once a call has succeeded: that rank was late.
-  // It must not be named when another one is lost. By one thread.
+  // Withdraws the rank that this one has published, once a call has succeeded: that rank was only late, and must not be
+  // named when another one is lost. Called by one thread.
   __device__ void withdraw_missed() const {
     if (control_ == nullptr || __ldcg(&control_[rank_]->missed[rank_]) == 0u) return;
     for (int r = 0; r < num_ranks_; ++r) ptx::store_release_system(&control_[r]->missed[rank_], 0u);
@@ -210,7 +212,7 @@ class Waiter {
  private:
   static constexpr uint32_t kLooksPerAsk = 64;
 
-  // Loads 16 bytes until their epoch has come; *value is left alone if a later one has.
+  // Loads 16 bytes until they have reached `epoch`. Writes them to *value, unless they hold a later epoch.
   template <typename Load>
   __device__ bool until_come(Load&& load, uint32_t epoch, int peer, WaitTag tag, uint4* value) const {
     const auto epoch_of = [&] {
@@ -236,7 +238,7 @@ class Waiter {
   __device__ bool claim() const { return control_ == nullptr || atomicCAS(&control_[rank_]->failed, 0u, 1u) == 0u; }
 
   // Records a rank that this one has waited for in vain. Warps wait for several ranks at once, and some of these only
-  // wait for the lost one. A wait that begins when the fault is written has not waited.
+  // wait for the lost one. A wait that begins after the fault was written is not recorded.
   __device__ void note_missed(int peer) const {
     if (control_ == nullptr || peer == rank_ || ptx::load_acquire_system(&record_->written) != 0u) return;
     atomicOr_system(&record_->missed[peer / 32], 1u << peer % 32);

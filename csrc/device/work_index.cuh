@@ -1,5 +1,5 @@
-// How the warps of a kernel share work items: a warp that is done claims the next one. A fixed share would leave fast
-// warps idle, because SMs do not get equal parts of the wire.
+// Shares work items among the warps of a kernel: a warp that is done claims the next one. A fixed share would leave
+// fast warps idle, because SMs do not get equal parts of the wire.
 //
 //     counter in global memory ─ atomic ─► 0, 1, 2, … each to one warp, in the order in which warps ask
 #pragma once

@@ -75,9 +75,9 @@ struct BetweenLayout {
   // uint64 [R][words_stride], value << 32 | epoch, relaxed: header, counts by rank, counts of the receiver's experts
   int64_t words;
   // Written by this rank.
-  // uint64 [2] of dispatch and of combine, CallStatus << 32 | epoch. By the first CTA, polled by the others: of
-  // dispatch relaxed, because the word holds all that is decided; of combine with release at system scope, and a fence
-  // behind the load, so that all CTAs see what the first has acquired
+  // uint64 [2], a word of dispatch and one of combine: CallStatus << 32 | epoch. The first CTA writes it, the others
+  // poll it. That of dispatch is relaxed, because it holds all that is decided. That of combine is stored with release
+  // at system scope, and a fence follows its load, so that all CTAs see what the first one has acquired
   int64_t decisions;
   int64_t next_sent;  // RingPlace [D], packed: of this call's first chunk to each peer; stored plainly by the last CTA
   int64_t next_read;  // RingPlace [D], packed: of its first chunk from each peer, likewise

@@ -13,34 +13,34 @@ enum class CallKind : int32_t { kDispatch = 0, kCombine = 2, kCopyOfExperts = 9 
 
 // In the order in which they are compared: the first that differs is named.
 enum class CallField : int32_t {
-  // Of a dispatch.
+  // Fields of a dispatch.
   kNumExperts,
   kNumTopk,
   kHasTopk,
   kHasWeights,
-  kNumSlots,        // spare slots of a rank, where rows are of experts
-  kReplicaMapping,  // a checksum, where rows are of experts or experts are copied
+  kNumSlots,        // spare slots of a rank, if the rows are weights or gradients of experts
+  kReplicaMapping,  // a checksum, with such rows and of a copy of experts
   kHidden,
   kDtype,
   kScaleDtype,
   kNumScales,
-  kMostTokens,  // of a rank, where the caller says it
+  kMostTokens,  // most tokens of a rank, if the caller gives the number
   kNumWorstTokens,
   kIsBounded,
-  kDropsRows,  // beyond the bound, and the caller looks at a flag
+  kDropsRows,  // whether rows beyond the bound only set a flag of the handle
   kArena,      // number of the arena where rows land, which a CUDA graph keeps
   kCommonBound,
   kPadMultiple,
-  kHandle,  // that it goes along; a number that the caller gives
+  kHandle,  // number of the handle's dispatch, which the caller gives
   kNumOfDispatch,
-  // Of a combine, beside kHidden and kHandle.
+  // Fields of a combine, beside kHidden and kHandle.
   kNumWeights = kNumOfDispatch,
-  // Of a low-latency dispatch.
-  kShape,        // both words of its LowLatencyCall; the host finds which field differs
-  kGlobalScale,  // its upper half
-  kLogFmt,       // of a low-latency combine
+  // Fields of low-latency calls.
+  kShape,        // both words of LowLatencyCall; the host finds which field differs
+  kGlobalScale,  // the upper half of the global scale
+  kLogFmt,       // of a combine
   kCall,         // CallKind, where kernels of different kinds meet
-  // Of a copy of experts.
+  // A field of a copy of experts, beside kReplicaMapping.
   kExpertSizes  // a checksum
 };
 constexpr int kNumDispatchFields = static_cast<int>(CallField::kNumOfDispatch);

@@ -56,11 +56,12 @@ struct ControlBlock {
   // Written by peers with release and loaded with acquire, at system scope; only counts are relaxed.
   CountRow counts[kMaxRanks];
   uint32_t rows_epoch[kMaxRanks];  // raised by i when all its rows of a dispatch have arrived in this rank's arena
-  // By i when its arena may be written by this rank's combine; [0] in even epochs and [1] in odd ones.
+  // Written by i when this rank's combine may write i's arena; [0] in even epochs and [1] in odd ones.
   uint64_t ready[2][kMaxRanks][kNumReadyWords];
   // Raised by i per chunk of partial rows, or of experts. A combine between domains counts all flags in a row.
   uint32_t chunk_epoch[kMaxRanks][kMaxChunksOfSource];
-  // By i: 1 + a rank that i waits for in vain, or has lost; 0 while there is none, and once a call of i has succeeded.
+  // Written by i: 1 + the rank that i waits for in vain, or has lost. 0 while there is no such rank, and again once a
+  // call of i has succeeded.
   uint32_t missed[kMaxRanks];
 
   // Written by this rank. The epochs are stored plainly by the last CTA of a kernel: the next kernel sees them. CTAs

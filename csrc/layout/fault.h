@@ -65,12 +65,12 @@ struct FaultRecord {
   KernelName kernel;
   WaitTag tag;  // of kOtherCall, the CallField in which the peer's call differs
   int32_t rank;
-  int32_t peer;      // whose argument is wrong, or who did not come; −1 where no single rank is to blame
-  int32_t witness;   // the rank that was waited for, which itself waited for the peer; −1 if that was the peer. Of
+  int32_t peer;      // the rank whose argument is wrong, or that did not come; −1 if no single rank is the cause
+  int32_t witness;   // the rank that this one waited for, if that rank itself waited for the peer; otherwise −1. Of
                      // kOtherCall, the rank that has the expected value; −1 if that is this rank
   int64_t expected;  // epoch waited for, or what is allowed; of kOtherCall, what the peer's value must equal
   int64_t seen;      // epoch seen, or the value found; the peer's
-  // Of normal calls. Bit r: a wait for rank r was given up before the fault was written. Set by relaxed atomics at
+  // Bit r: a wait of a normal call for rank r was given up before the fault was written. Set by relaxed atomics at
   // system scope.
   uint32_t missed[kMissedWords];
 };

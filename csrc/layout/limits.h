@@ -16,7 +16,7 @@ constexpr int kLineBytes = 128;      // of L2. A bulk store whose source or targ
 constexpr int kRowsPerChunk = 4;     // rows of combine that share one arrival flag
 constexpr int kMaxReportQueues = 8;  // of a CTA: warps that send chunks, each of which has a flag
 
-// Of a copy of experts.
+// Limits of a copy of experts.
 constexpr int kExpertChunkBytes = 16384;   // of one tensor, with one flag
 constexpr int kMaxExpertTensors = 16;      // of one launch
 constexpr int kMaxReplicas = 2048;         // ranks × spare slots

@@ -38,7 +38,7 @@ HYBRID_EP_HOST_DEVICE uint64_t chunk_word(uint32_t epoch, uint32_t lap, uint32_t
   return static_cast<uint64_t>(epoch) << 32 | (lap & 0xffffu) << 16 | num_rows;
 }
 HYBRID_EP_HOST_DEVICE uint32_t chunk_rows(uint64_t word) { return static_cast<uint32_t>(word) & 0xffffu; }
-// Whether the word is that of this use of the slot.
+// Whether the flag's word belongs to this use of the slot.
 HYBRID_EP_HOST_DEVICE bool is_chunk(uint64_t word, uint32_t epoch, uint32_t lap) {
   return word >> 16 == (static_cast<uint64_t>(epoch) << 16 | (lap & 0xffffu));
 }
@@ -61,7 +61,7 @@ struct RingPlace {
   }
   HYBRID_EP_HOST_DEVICE uint64_t pack() const { return lap << 16 | slot; }
 
-  // Of the chunk that comes num_chunks later.
+  // The place of the chunk that comes num_chunks later.
   HYBRID_EP_HOST_DEVICE RingPlace after(int num_chunks, const RingShape& shape) const {
     const uint32_t at = slot + static_cast<uint32_t>(num_chunks);
     return {lap + at / shape.num_slots, at % shape.num_slots};

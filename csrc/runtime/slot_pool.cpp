@@ -88,7 +88,7 @@ int SlotPool::take_captured(cudaStream_t stream, const Capture& capture) {
 // Makes the stream wait for the last users of the slot. Returns false if that is not possible now.
 bool SlotPool::wait_for_users(Slot& slot, cudaStream_t stream) const {
   if (slot.has_unknown_users) {
-    // It fails while another thread captures a stream of the device.
+    // The call fails while another thread captures a stream of the device.
     if (cudaDeviceSynchronize() != cudaSuccess) {
       cudaGetLastError();
       return false;

@@ -27,7 +27,7 @@ __device__ __forceinline__ void fence_barrier_init() {
 // Makes what the calling thread has seen in global memory, after another thread's flag, visible to the copy engine.
 __device__ __forceinline__ void fence_global_for_bulk() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// The same for ordinary accesses to shared memory.
+// Makes ordinary accesses of the calling thread to shared memory visible to the copy engine.
 __device__ __forceinline__ void fence_shared_for_bulk() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ __forceinline__ void barrier_expect(SharedAddress barrier, uint32_t num_bytes) {

@@ -64,7 +64,7 @@ __device__ __forceinline__ void store_relaxed_system(uint4* address, const uint4
       : "memory");
 }
 
-// The same, with acquire.
+// 16 bytes as one value, with acquire.
 __device__ __forceinline__ uint4 load_acquire_system(const uint4* address) {
   uint4 value;
   asm volatile(
@@ -86,7 +86,7 @@ __device__ __forceinline__ void store_release_system(uint64_t* address, uint64_t
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
-// The same at GPU scope.
+// Release at GPU scope.
 __device__ __forceinline__ void store_release_gpu(uint32_t* address, uint32_t value) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }

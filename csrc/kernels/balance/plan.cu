@@ -54,7 +54,7 @@ struct PlanMemory {
     head = spare + kNumMaxima * num_ranks * num_spare;
     taken = head + kNumMaxima * num_ranks;
   }
-  // That of one maximum.
+  // The part of one maximum.
   __device__ PlanMemory of(int maximum, int num_experts, int num_ranks, int num_spare) const {
     PlanMemory one = *this;
     one.upto += maximum * num_experts;

@@ -34,12 +34,12 @@ __device__ T* own_part(const BetweenDomain& between, int64_t offset) {
   return between_part<T>(between, between.domain.rank, offset);
 }
 
-// Of the call's first chunk to or from a domain; `offset` is next_sent or next_read of the layout.
+// The place of the call's first chunk to or from a domain; `offset` is next_sent or next_read of the layout.
 __device__ RingPlace next_place(const BetweenDomain& between, int64_t offset, int domain) {
   return RingPlace::unpack(own_part<uint64_t>(between, offset)[domain]);
 }
 
-// At the end of a call, by the last CTA: so many chunks were sent to a domain, and read from it.
+// Advances the places at the end of a call, in the last CTA, by the chunks sent to a domain and read from it.
 __device__ void advance_stream(const BetweenDomain& between, int domain, int num_sent, int num_read) {
   const RingShape& shape = between.link.layout.rings[kStreamRing];
   const auto advance = [&](int64_t offset, int num_chunks) {
@@ -76,14 +76,14 @@ class ChunkStream {
 
   // Chunks are numbered within the call.
 
-  // Whether the peer has read the last chunk of this slot. By any thread, which may then write the slot.
+  // Whether the peer has read the last chunk of this slot. If so, the calling thread may write the slot.
   __device__ bool is_free(int chunk) const {
     const RingPlace place = first_sent_.after(chunk, shape_);
     const int group = static_cast<int>(place.slot / shape_.slots_per_credit);
     return place.lap == 0 || link_.poll_credit(kStreamRing, domain_, group) >= place.lap;
   }
 
-  // How many chunks, from this one on, are free if it is: a credit is for several slots.
+  // How many chunks, from this one on, are free if this one is: a credit is for several slots.
   __device__ int num_with_credit(int chunk) const {
     const uint32_t per_credit = shape_.slots_per_credit;
     return static_cast<int>(per_credit - first_sent_.after(chunk, shape_).slot % per_credit);
@@ -105,7 +105,7 @@ class ChunkStream {
     return __all_sync(kAllLanes, threadIdx.x % 32 > 0 || send_by_thread(chunk, num_bytes, num_rows));
   }
 
-  // The same by one thread, which has observed what was written.
+  // send() by one thread that has observed all writes of the chunk.
   __device__ bool send_by_thread(int chunk, uint32_t num_bytes, int num_rows) const {
     const RingPlace place = first_sent_.after(chunk, shape_);
     const uint64_t word = (place.lap + 1) << 16 | static_cast<uint32_t>(num_rows);
@@ -119,7 +119,7 @@ class ChunkStream {
     return __all_sync(kAllLanes, threadIdx.x % 32 > 0 || write_rows_by_thread(chunk, num_written, num_rows, num_bytes));
   }
 
-  // The same by one thread, which has observed what was written.
+  // write_rows() by one thread that has observed the writes of these rows.
   __device__ bool write_rows_by_thread(int chunk, int num_written, int num_rows, uint32_t num_bytes) const {
     if (num_written < num_rows) {
       uint32_t* rows_written = own_part<uint32_t>(between_, between_.layout.rows_written) +

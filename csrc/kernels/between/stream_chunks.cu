@@ -14,7 +14,7 @@
 namespace hybrid_ep {
 namespace {
 
-// Of a CTA.
+// Warps of a CTA, by role.
 constexpr int kSendWarps = 2, kReceiveWarps = 2;
 constexpr int kThreads = (kSendWarps + kReceiveWarps) * 32;
 constexpr int kPieceBytes = 4096;

@@ -26,7 +26,7 @@
 namespace hybrid_ep {
 namespace {
 
-// Of a CTA: warps that send rows, one that reports which have arrived, and others that sum. Where a domain has several
+// Warps of a CTA: some send rows, one reports which rows have arrived, the others sum. Where a domain has several
 // ranks, kDomainWarps of these sum for each domain. A warp that has no rows left in its role goes on: from sending to
 // sums for each domain, and from these to sums at home.
 constexpr int kSumWarps = 9, kDomainWarps = 5;
@@ -36,7 +36,7 @@ constexpr int kThreads = kWarps * 32;
 
 // With many ranks the tables leave less shared memory for rings.
 __host__ __device__ constexpr int num_sum_warps(int num_ranks) { return num_ranks > 1024 ? kSumWarps - 1 : kSumWarps; }
-// Of all warps; the tables follow.
+// Bytes of the rings of all warps; the tables follow.
 __host__ __device__ constexpr int ring_bytes(int num_ranks) {
   return kSendWarps * kSendRingBytes + num_sum_warps(num_ranks) * kSumRingBytes;
 }
@@ -134,7 +134,7 @@ __device__ void report_full_slot(const Domain& domain, int peer, int num_rows, i
                peer, capacity, num_rows);
 }
 
-// What this rank tells its peers, once it knows the calls of its domain. By one thread.
+// Makes the header for this rank's peers, once this rank knows the calls of its domain. Called by one thread.
 __device__ CombineHeader make_header(const CombineBetweenParams& params, uint32_t epoch, FullSlot full_slot) {
   const Domain& domain = params.between.domain;
   const Grid& grid = params.between.grid;
@@ -161,7 +161,7 @@ __device__ CombineHeader make_header(const CombineBetweenParams& params, uint32_
   return header;
 }
 
-// Publishes this rank's call to all ranks, and compares it with theirs. By the first CTA.
+// Publishes this rank's call to all ranks, and compares it with theirs. Called by the first CTA.
 template <typename Link>
 __device__ bool agree(const CombineBetweenParams& params, const Waiter& waiter, const Link& link, uint32_t epoch,
                       FullSlot full_slot, bool* is_same) {

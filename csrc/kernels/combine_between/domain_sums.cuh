@@ -249,7 +249,7 @@ class DomainSums {
     return params_.route[begin + row * params_.num_topk + lane];
   }
 
-  // The lane-th of those in this domain, ascending; −1: none.
+  // The lane-th destination of the record in this domain, ascending; −1: none.
   __device__ int destination_here(int destination) const {
     const int r = rank_in_domain(destination);
     const bool is_here = destination >= 0 && r >= 0 && r < params_.between.grid.ranks_per_domain;

@@ -14,8 +14,8 @@ namespace hybrid_ep {
 namespace {
 
 // Sums this rank's tokens from the sums of all domains, for sum_rows. A warp that holds rows which are not summed yet
-// never waits: their chunk may be what another one waits for. For the same reason it counts the rows that it has read
-// before it waits. A warp claims consecutive tokens, whose sums mostly come in one chunk of each domain: it then polls
+// never waits: another warp may wait for their chunk. For the same reason the warp counts the rows that it has read
+// before it waits. A warp claims consecutive tokens, whose sums mostly come in one chunk of each domain. So it polls
 // once for the chunk, and counts its rows at once. Towards the end it claims single tokens, so that all warps end
 // together. kDomainsPerLane: 1 where a warp has a lane for every domain. kIsAlone: this rank is alone in its
 // domain.
@@ -114,7 +114,7 @@ class HomeSums {
   __device__ bool is_own(int domain) const { return domain == params_.between.grid.domain_idx(); }
   __device__ bool is_in_place(int domain) const { return kIsAlone && is_own(domain); }
   __device__ int domain_of_lane(int q) const { return threadIdx.x % 32 + 32 * q; }
-  // Of the lane's q-th domain: of what comes from there.
+  // The stream of chunks from the lane's q-th domain.
   __device__ ChunkStream<Link> stream(int q) const {
     return {params_.between, waiter_, link_, domain_of_lane(q), streams_.first};
   }
@@ -145,7 +145,7 @@ class HomeSums {
     return tables_.send_begin[params_.between.grid.rank] + static_cast<int64_t>(index);
   }
 
-  // Notes from which chunks the rows of the next token come.
+  // Records from which chunks the rows of the next token come.
   __device__ void note_open() {
 #pragma unroll
     for (int q = 0; q < kSourcesPerLane; ++q) {
@@ -267,7 +267,8 @@ class HomeSums {
   int read_chunk_[kSourcesPerLane] = {};        // whose rows were read last
   int num_read_[kSourcesPerLane] = {};          // rows of it that are not counted yet
   int num_open_ = 0;                            // tokens whose rows are not all read
-  // Of each its chunk from the lane's domain, or kNoChunk where no row is counted; the oldest in the lowest bits.
+  // For each open token its chunk from the lane's domain, or kNoChunk where no row is counted; the oldest token is in
+  // the lowest bits.
   uint64_t open_[kSourcesPerLane] = {};
   bool ok_ = true;
 };

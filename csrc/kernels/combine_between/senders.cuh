@@ -11,7 +11,7 @@ namespace hybrid_ep {
 namespace {
 
 // Runs of rows of x for one source, which go to the rank of this domain that sums for the source: what send_runs sends
-// where a domain has several ranks. Of every source comes its first run, then its second one, and so on.
+// if a domain has several ranks. The first runs of all sources come first, then their second runs, and so on.
 class RowsToSum {
  public:
   struct Run {
@@ -87,7 +87,7 @@ class RowsToSum {
   __device__ int64_t first_target(const Run& run) const {
     return tables_.send_base[run.source] + static_cast<int64_t>(run.number) * run_rows_;
   }
-  // That x has.
+  // Rows of the run that x has.
   __device__ int num_rows(const Run& run) const {
     const int left = min(run_rows_, count_of(params_, run.source, me()) - run.number * run_rows_);
     return static_cast<int>(max(int64_t{0}, min(int64_t{left}, params_.num_rows - first_row(run))));
@@ -138,7 +138,7 @@ class PartsHome {
 
   __device__ bool next(Record& part) { return records_.next_part(part); }
 
-  // Whether the slot is free.
+  // Whether the slot of the part's chunk is free.
   __device__ bool is_ready(const Record& part) const {
     if (part.chunk < num_free(part)) return true;
     return note_free(part, threadIdx.x % 32 > 0 || stream(part).is_free(part.chunk));
@@ -158,7 +158,7 @@ class PartsHome {
     return stream(part).send_slot(part.chunk) + part.begin % params_.record.per_chunk * params_.record.num_bytes;
   }
 
-  // Weights; and zeros for rows that x does not have.
+  // Writes weights, and zeros for rows that x does not have.
   __device__ void finish(const Record& part) const {
     const int lane = threadIdx.x % 32, num_weights = params_.num_weights, num_here = num_rows(part);
     if (num_weights == 0 && num_here == part.part_size()) return;
@@ -191,7 +191,7 @@ class PartsHome {
   __device__ int num_rows(const Record& part) const {
     return static_cast<int>(max(int64_t{0}, min(int64_t{part.part_size()}, params_.num_rows - first_row(part))));
   }
-  // Of what lane 0 has seen. Collective.
+  // Shares with the warp what lane 0 has seen: whether the slot is free. Collective.
   __device__ bool note_free(const Record& part, bool is_free) const {
     is_free = __all_sync(kAllLanes, is_free);
     if (is_free && threadIdx.x % 32 == 0) num_free(part) = part.chunk + stream(part).num_with_credit(part.chunk);

@@ -178,7 +178,7 @@ __device__ bool publish_counts(const DispatchParams& params, const Waiter& waite
   return ok;
 }
 
-// What becomes of a call. All ranks decide alike, because they read the same words.
+// The decision on a call. All ranks decide alike, because they read the same words.
 struct Decision {
   CallStatus status;
   bool ok;         // every wait has ended

@@ -33,7 +33,7 @@ __device__ void send_counts(const DispatchParams& params, uint32_t epoch) {
                             : sum_over_ctas(*domain.control[domain.rank], i, gridDim.x);
       publish(i < num_ranks ? CountRow::kTokensPerRank + i : CountRow::kTokensPerExpert + i - num_ranks, count);
     }
-    // By the last threads, one for each column.
+    // The last threads publish the columns of the call, one each.
     const int column = kDispatchThreads - 1 - threadIdx.x;
     if (column >= CountRow::kNumCallColumns) continue;
     int value = own_column(params, column);
@@ -49,8 +49,8 @@ struct Cell {
   int source, column;
 };
 
-// Waits for the cells first, first + step, … of the words of all ranks, and calls visit(cell, value) for each. By one
-// thread. Returns whether all came.
+// Waits for the cells first, first + step, … of the words of all ranks, and calls visit(cell, value) for each.
+// Called by one thread. Returns whether all came.
 template <typename CellOf, typename Visit>
 __device__ bool receive_cells(const ControlBlock& own, const Waiter& waiter, uint32_t epoch, int first, int end,
                               int step, CellOf&& cell_of, Visit&& visit) {
@@ -79,7 +79,7 @@ __device__ bool receive_cells(const ControlBlock& own, const Waiter& waiter, uin
   return ok;
 }
 
-// The same for `num_columns` columns of every rank, by all threads of the CTA.
+// receive_cells() for `num_columns` columns of every rank, by all threads of the CTA.
 template <typename Visit>
 __device__ bool receive_columns(const DispatchParams& params, const Waiter& waiter, uint32_t epoch, int first_column,
                                 int num_columns, Visit&& visit) {

@@ -20,8 +20,8 @@ __device__ void clear_route(const DispatchParams& params, const Range tokens) {
   clear_rows(slot + params.slot.rows, static_cast<int64_t>(params.row_limit) * params.row_bytes);
 }
 
-// Reports the most slots that any rank's pool wants, or 0 if the words of some rank did not come. By one warp of the
-// grid.
+// Reports the most slots that any rank's pool wants, or 0 if the words of some rank did not come. Called by one warp of
+// the grid.
 __device__ void report_pool(const DispatchParams& params, const DispatchRoutes& routes, bool ok) {
   if (params.pool_report == nullptr) return;
   int wanted = 0;
@@ -34,7 +34,7 @@ __device__ void report_pool(const DispatchParams& params, const DispatchRoutes& 
   }
 }
 
-// Writes the counts for the host and for later calls; zeroes for a failed call. By one warp of the grid. Returns
+// Writes the counts for the host and for later calls; zeroes for a failed call. Called by one warp of the grid. Returns
 // whether all counts came.
 __device__ bool report_counts(const DispatchParams& params, const Waiter& waiter, uint32_t epoch,
                               const DispatchRoutes& routes, CallStatus status) {

@@ -108,7 +108,7 @@ class OwnTokens {
 
   __device__ bool is_done() const { return token_ < 0; }
 
-  // Pushes the next one. `goes_on`: push() is called again before the mover moves any other row.
+  // Pushes the next token. `goes_on`: push() is called again before the mover moves any other row.
   __device__ void push(bool goes_on) {
     const int token = token_;
     const Column column = column_;
@@ -135,7 +135,7 @@ class OwnTokens {
   Column column_{};
 };
 
-// Sends records to the peers. Returns false if one of them gives no credit.
+// Sends records to the peers. Returns false if a peer gives no credit.
 template <typename Link>
 __device__ bool send_records(const DispatchBetweenParams& params, const CallBetween& call, const Waiter& waiter,
                              const Link& link, RowMover& mover) {
@@ -202,7 +202,8 @@ __device__ Column column_of_record(const DispatchBetweenParams& params, const ui
   return column;
 }
 
-// Forwards records of the peers, and pushes own tokens while none has come. Returns false if one does not come.
+// Forwards records of the peers, and pushes own tokens while no record has come. Returns false if a record does not
+// come.
 template <typename Link>
 __device__ bool forward_records(const DispatchBetweenParams& params, const CallBetween& call, const int* base,
                                 const Waiter& waiter, const Link& link, RowMover& mover, OwnTokens& own_tokens) {
@@ -272,8 +273,8 @@ __device__ void mark_free_rows(const DispatchBetweenParams& params, const CallBe
   }
 }
 
-// Reports to the host and to later calls, by the first CTA. The route of a failed call is emptied, unless an earlier
-// call has made it.
+// Reports to the host and to later calls; called by the first CTA. Empties the route of a failed call, unless an
+// earlier call has made the route.
 __device__ bool report(const DispatchBetweenParams& params, const CallBetween& call, const Waiter& waiter,
                        uint32_t epoch, CallStatus status) {
   const BetweenDomain& between = params.between;

@@ -85,7 +85,8 @@ __device__ int told_value(const DispatchBetweenParams& params, int domain, int i
   return params.route[parts.expert_counts + domain * num_experts + column - num_columns];
 }
 
-// Publishes a source's values to every rank of the domain: to each all but the other ranks' experts. By a warp.
+// Publishes a source's values to every rank of the domain. Each rank gets all of them but the counts of other ranks'
+// experts. Called by a warp.
 template <typename ValueOf>
 __device__ void publish(const DispatchBetweenParams& params, uint32_t epoch, int source, ValueOf&& value_of) {
   const BetweenDomain& between = params.between;
@@ -173,7 +174,7 @@ __device__ void receive_words(const BetweenDomain& between, const Waiter& waiter
   }
 }
 
-// How a fault names a rank.
+// The number by which a fault names a rank.
 __device__ int named(const Grid& grid, int rank) {
   const bool is_here = rank / grid.ranks_per_domain == grid.domain_idx();
   return is_here ? rank % grid.ranks_per_domain : kRankElsewhere + rank;
@@ -236,7 +237,7 @@ __device__ bool makes_same_call(const DispatchBetweenParams& params, const Waite
   };
   // A rank that refuses its call compares nothing: its host raises.
   if (params.refusal == FaultKind::kRefused) return true;
-  // What comes from another kind of call has the kind and nothing else, and of a refused call the refusal.
+  // The header of another kind of call has only the kind, and that of a refused call only the kind and the refusal.
   if (!is_same(CallField::kCall, static_cast<int>(CallKind::kDispatch), header[CallHeader::kKind])) return false;
   if (static_cast<FaultKind>(header[CallHeader::kRefusal]) == FaultKind::kRefused) return true;
 #pragma unroll
@@ -331,7 +332,7 @@ __device__ bool find_dispatch_bases_between(const DispatchBetweenParams& params,
   return ok;
 }
 
-// The domain's verdict, alike at each of its ranks. One thread.
+// The domain's verdict, the same at each of its ranks. Called by one thread.
 __device__ Verdict judge(const DispatchBetweenParams& params, const CallBetween& call, bool fails) {
   const Grid& grid = params.between.grid;
   Verdict verdict{fails, 0, kNoRank, 0, 0, 0, 0, 0, 0};
@@ -362,7 +363,7 @@ __device__ Verdict judge(const DispatchBetweenParams& params, const CallBetween&
 }
 
 // Exchanges verdicts with the peers; call.verdict becomes that of all domains. Every rank reports the same overflow,
-// for sums lack its rows.
+// because sums lack its rows.
 template <typename Link>
 __device__ bool agree(const DispatchBetweenParams& params, const Waiter& waiter, const Link& link, CallBetween& call) {
   const BetweenDomain& between = params.between;

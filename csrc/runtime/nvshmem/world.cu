@@ -46,7 +46,7 @@ void join_nvshmem(int rank, int num_ranks, const std::string& unique_id, int dev
   nvshmemx_uniqueid_t id;
   require(unique_id.size() == sizeof(id), "bytes of a unique id", unique_id.size(), "those of nvshmem_unique_id");
   std::memcpy(&id, unique_id.data(), sizeof(id));
-  // Not under a guard: NVSHMEM stays with the device that is current here.
+  // No DeviceGuard: NVSHMEM keeps to the device that is current here.
   check_cuda(cudaSetDevice(device), "cudaSetDevice");
   nvshmemx_init_attr_t attributes = NVSHMEMX_INIT_ATTR_INITIALIZER;
   check_nvshmem(nvshmemx_set_attr_uniqueid_args(rank, num_ranks, &id, &attributes), "nvshmemx_set_attr_uniqueid_args");

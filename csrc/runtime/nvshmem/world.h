@@ -30,7 +30,8 @@ void join_nvshmem(int rank, int num_ranks, const std::string& unique_id, int dev
 // NvshmemError if there is not so much memory.
 uint8_t* allocate_symmetric(size_t num_bytes, int device);
 
-// Where this process maps what each of these PEs has at an address of the symmetric heap; nullptr: nowhere.
+// Returns for each of these PEs where this process maps that PE's copy of `memory`, an address of the symmetric heap;
+// nullptr if it does not map it.
 std::vector<uint8_t*> map_peers(uint8_t* memory, const std::vector<int>& pes);
 
 // Writes zeros, and returns when they are written.
