@@ -1,4 +1,4 @@
-"""What the ranks of a call must agree on: the fields, their encoding in a header, and the error if they differ.
+"""The fields that the ranks of a call must agree on, their encoding in a header, and the error if they differ.
 
 Ranks exchange one header per call, together with its counts where it has any. A header has one int64 per field; a field
 that a call does not have is `ABSENT` in it. Every engine takes the names and the wording from here, so the same
@@ -89,8 +89,8 @@ class Field(NamedTuple):
     """One field of a header.
 
     Attributes:
-        name: as messages give it.
-        spell: an int64 as messages give it.
+        name: the field's name in messages.
+        spell: returns a value of the field as messages give it.
     """
 
     name: str
@@ -138,12 +138,12 @@ _TOO_MANY, _REFUSAL = "too_many_tokens", "refusal"
 
 
 def dtype_code(dtype: torch.dtype) -> int:
-    """Returns how a dtype of rows or scales travels."""
+    """Returns the number by which ranks compare a dtype of rows or scales."""
     return DTYPES.index(dtype)
 
 
 def format_code(fmt: RowFormat | None) -> int:
-    """Returns how the format of low-latency rows travels, in every engine."""
+    """Returns the number by which ranks compare the format of low-latency rows, the same in every engine."""
     if fmt is None:
         return 0
     if isinstance(fmt, Nvfp4Format):

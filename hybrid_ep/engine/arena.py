@@ -40,14 +40,14 @@ _IN_GRAPH = -1  # csrc/runtime/communicator.h: kInGraph
 
 
 class DispatchOutput(NamedTuple):
-    """What a dispatch wrote to a slot and to the memory of its route; None where the call has none.
+    """The tensors that a dispatch wrote to a slot and to the memory of its route; None for those that it has not.
 
     Attributes:
         rows: ``[n, H]``; e4m3 as uint8.
-        experts: ``[n, K]`` int64 local experts. This and the next two only where rows are by source.
+        experts: ``[n, K]`` int64 local experts. Experts, weights and scales are here only if rows are by source.
         weights: ``[n, K]`` float32.
         scales: ``[n, …]``.
-        rank_prefix: ``[R, R]`` int32. This and the next two only of a call that made its route.
+        rank_prefix: ``[R, R]`` int32. Rank prefix, counts and overflow are here only if the call made its route.
         counts: ``[LE]`` int32, padding included; expert-major only.
         overflow: ``[1]`` int32; expert-major only.
     """
@@ -61,7 +61,7 @@ class DispatchOutput(NamedTuple):
     overflow: Tensor | None
 
     def copied(self) -> DispatchOutput:
-        """The same, with the tensors of the slot copied to memory of torch's own allocator."""
+        """Returns the output with the tensors of the slot copied to memory of torch's own allocator."""
         experts, weights, scales = (None if tensor is None else tensor.clone() for tensor in self[1:4])
         return self._replace(rows=self.rows.clone(), experts=experts, weights=weights, scales=scales)
 
@@ -93,7 +93,7 @@ class SlotLease:
         return output
 
     def output_between(self, plan: _cuda.DispatchShape, num_rows: int) -> DispatchOutput:
-        """The same of a dispatch between domains, without what its route has."""
+        """Returns the output of a dispatch between domains: the tensors of the slot, without those of the route."""
         assert self._pool is not None
         output = DispatchOutput(*self._pool.tensors_between(self.slot_idx, plan, num_rows), None, None, None)
         self._pool = None
@@ -140,7 +140,7 @@ class Arena:
         self._communicator = communicator
         self._most_slots = most_slots
         self._captured: list[SymmetricMemory] = []
-        self._number = 0  # of the memory, equal at all ranks; calls compare it, for a graph keeps that of its capture
+        self._number = 0  # of the memory, equal at all ranks; a graph keeps its memory, so calls compare it
         self.is_short = False
         self._is_full = False  # no memory for more slots; equal at all ranks
         self._allocate(_INITIAL_SLOT_BYTES, min(_INITIAL_SLOTS, most_slots))
@@ -243,7 +243,7 @@ class Arena:
 
     def _allocate(self, slot_bytes: int, num_slots: int) -> None:
         slot_bytes = -(-slot_bytes // _SLOT_ALIGN_BYTES) * _SLOT_ALIGN_BYTES
-        # Where memory is lacking, all stays as it is.
+        # If no memory is left, this raises, and the arena stays as it is.
         self._memory = SymmetricMemory.allocate((num_slots + 1) * slot_bytes, self._roll_call, self._device)
         self._slot_bytes, self._num_slots = slot_bytes, num_slots
         self._number += 1

@@ -106,7 +106,7 @@ class Engine(abc.ABC):
         grid: geometry of the group.
         device: where tensors must be; None = anywhere.
         traffic: bytes sent.
-        number: of the buffer among those of its group, equal at all ranks, and of no earlier group in the same store.
+        number: of the buffer among those of its group; equal at all ranks, and unique among the groups of a store.
         num_calls: collective calls in which this rank has taken part, low-latency ones excepted.
     """
 
@@ -140,9 +140,9 @@ class Engine(abc.ABC):
         """
 
     def repeat_of(self, request: DispatchRequest) -> RepeatedDispatch | None:
-        """Local: makes what does the same as `dispatch`, for other tensors of the same dtypes and shapes, in less time.
+        """Local: returns a faster `dispatch` for other tensors of the same dtypes and shapes; None if there is none.
 
-        It takes rows, scales, top-k indices and top-k weights, all contiguous. None: the engine has nothing faster.
+        It takes rows, scales, top-k indices and top-k weights, all contiguous.
         """
         return None
 
@@ -241,9 +241,9 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def tokens_per_expert(self, handle: DispatchHandle) -> Tensor:
-        """Local: ``[LE]`` int32 on the device of the rows; what arrived for each local expert, without padding.
+        """Local: ``[LE]`` int32 on the device of the rows; copies that arrived for each local expert, without padding.
 
-        Of a dispatch with top-k indices. Valid in stream order after it.
+        The dispatch must have had top-k indices. Valid in stream order after it.
         """
 
     def rows_by_source(self, handle: DispatchHandle) -> Tensor:
@@ -364,7 +364,7 @@ class Engine(abc.ABC):
         """
 
     def _raise_unnamed(self) -> None:
-        """As `raise_pending`, but for a lost rank that an error has named: later calls in the queue lose it too."""
+        """Does as `raise_pending`, but not for a lost rank that an error has named: queued calls lose that rank too."""
         named = set(self.lost)
         try:
             self.raise_pending()

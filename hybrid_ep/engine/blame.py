@@ -28,7 +28,7 @@ _BEATS = 10  # notes within the grace
 
 
 class Blame:
-    """What this rank writes, and how it reads what others have written.
+    """The notes of a rank: it writes which rank it has lost, and reads the notes of others.
 
     Args:
         board: of one connection of the group; None: there are no notes of other ranks.
@@ -81,7 +81,7 @@ class Blame:
             self._is_watched.set()
 
     def end_wait(self) -> None:
-        """Says that it does not wait any more."""
+        """Says that this rank no longer waits."""
         self._peer = None
 
     def write_lost(self, peer: int, others: Iterable[int] = ()) -> None:
@@ -89,7 +89,7 @@ class Blame:
 
         Args:
             peer: the rank.
-            others: that were waited for in vain at the same time.
+            others: other ranks that were waited for in vain at the same time.
         """
         if self._board is not None:
             with self._lock:
@@ -102,8 +102,8 @@ class Blame:
         Args:
             suspect: the rank that this one has lost.
             known: ranks that were lost before: a note that names one of them is old.
-            others: that were waited for in vain at the same time.
-            ahead_s: by how much longer than this rank the suspect may wait, and write nothing.
+            others: other ranks that were waited for in vain at the same time.
+            ahead_s: how much longer than this rank the suspect may wait before it writes a note.
 
         Returns:
             The first rank that writes nothing. If all write, they have lost each other: `suspect`.

@@ -1,4 +1,4 @@
-"""What calls of an engine take and return: rows, routes, requests, handles and results.
+"""Arguments and results of an engine's calls: rows, routes, requests and handles.
 
 A public call fills one request, and every layer below reads it. Shapes: T tokens of this rank, H hidden, K top-k,
 E experts, LE local experts, R ranks, N received rows, W columns of weights, P permuted rows, M the most tokens that a
@@ -270,11 +270,11 @@ class DispatchRequest(NamedTuple):
         common_bound: with a bound that differs between ranks, a bound of them all, equal at all ranks.
         pad_multiple: 0 = rows by source; otherwise by local expert, blocks padded to a multiple.
         num_expert_sms: SMs that make the further copies of a permuted row; None = the engine's choice.
-        replicas: where rows are of experts, the mapping after which they are sent, on their device; otherwise None.
-            If the call fails, rows of a bound are zero.
+        replicas: if the rows are weights or gradients of experts, the mapping by which they are sent, on their device;
+            otherwise None. If such a call fails, rows of a bound are zero.
         again: handle of the dispatch whose routing is sent again, that of the same dispatch at all ranks; otherwise
             None.
-        drops_rows: of a permuted dispatch with a bound: what `PermuteHandle.overflow` reports is no error.
+        drops_rows: rows beyond the bound of a permuted dispatch only set `PermuteHandle.overflow`, and are no error.
     """
 
     rows: Rows

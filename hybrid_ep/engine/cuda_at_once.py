@@ -84,7 +84,7 @@ class BoundDispatch:
         assert request.bound is not None
         self._engine, self._planned, self._bound = engine, planned, request.bound
         self._route_ints, self._counts_at = planned.native.route_ints, planned.native.counts_at
-        # Without tensors: this may outlive them.
+        # No tensors are kept, because this object may outlive them.
         self._of_routing, self._of_request = request.routing[2:], request[2:]
 
     def __call__(

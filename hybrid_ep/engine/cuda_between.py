@@ -173,7 +173,7 @@ class CudaBetween(TorchEngine):
         return self._dispatch_rows(request)
 
     def _dispatch(self, request: DispatchRequest) -> Dispatched:
-        # For permuted calls. Padding and the bound apply to the permuted rows, so all rows must arrive first.
+        # Permuted calls come here. Padding and the bound apply to the permuted rows, so all rows must arrive first.
         return self._dispatch_rows(request._replace(bound=None, common_bound=None, num_sms=None))
 
     def _dispatch_rows(self, request: DispatchRequest) -> Dispatched:
@@ -430,7 +430,7 @@ class CudaBetween(TorchEngine):
 
     @one_at_a_time
     def stream_chunks(self, num_chunks: int, chunk_bytes: int, num_sms: int | None = None) -> None:
-        """Sends chunks to every peer and takes as many from each, without rows: what the link alone takes.
+        """Measures the link alone: sends chunks without rows to every peer, and takes as many from each.
 
         Args:
             num_chunks: to each peer; equal at all ranks.

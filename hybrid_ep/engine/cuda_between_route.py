@@ -1,4 +1,4 @@
-"""What the cuda engine keeps of a dispatch between domains: csrc/layout/between_layout.h has the layout."""
+"""The state that the cuda engine keeps of a dispatch between domains: csrc/layout/between_layout.h has the layout."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RouteSizes(NamedTuple):
 
 
 class BetweenRoute(NamedTuple):
-    """What the engine keeps in a DispatchHandle.
+    """The state of the engine in a DispatchHandle.
 
     Attributes:
         chunk: the memory that the route is a piece of.

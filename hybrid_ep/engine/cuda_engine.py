@@ -160,7 +160,7 @@ class CudaEngine(Engine):
         return at_once(*request.rows, request.routing.topk_idx, request.routing.topk_weights)
 
     def dispatch_in_steps(self, request: DispatchRequest) -> Dispatched:
-        """The same of any kind: takes a slot, launches, waits for the counts without a bound, makes the tensors."""
+        """Makes any dispatch: takes a slot, launches, waits for the counts if there is no bound, makes the tensors."""
         sent = self._send(request)
         with sent.lease:
             output = self._results(sent)
@@ -524,7 +524,7 @@ class CudaEngine(Engine):
         return planned, stream
 
     def _send_again(self, rows: Rows, plan: _cuda.DispatchPlan, route: Route, num_rows: int, stream: int) -> _Sent:
-        """Launches it.
+        """Launches a dispatch along a known route.
 
         Args:
             rows: to send.

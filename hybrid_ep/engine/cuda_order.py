@@ -40,7 +40,7 @@ class LaunchOrder:
         return stream
 
     def begin_low_latency(self) -> int:
-        """The same for a low-latency launch, which also runs after those of all other buffers of this process.
+        """`begin` for a low-latency launch, which also runs after the low-latency launches of all other buffers here.
 
         A kernel that receives waits on every SM. Two such kernels, of two buffers, could leave no SM for the sends that
         another rank waits for.

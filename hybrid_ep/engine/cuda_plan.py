@@ -45,7 +45,7 @@ ScaleKind = tuple[int, torch.dtype]  # columns and dtype of the scales of rows
 
 
 def scale_kind(rows: Rows) -> ScaleKind | None:
-    """What a plan must know of the scales."""
+    """Returns the part of a shape that describes the scales."""
     return None if rows.scales is None else (rows.scales.shape[1], rows.scales.dtype)
 
 
@@ -65,7 +65,7 @@ def row_bytes_of(hidden: int, dtype: torch.dtype) -> int:
 
 
 class DispatchShape(NamedTuple):
-    """What a plan must know of a dispatch: those of one shape share a plan.
+    """The shape of a dispatch. Dispatches of one shape share a plan.
 
     Attributes:
         shape, dtype, scales: of the rows that are sent.
@@ -77,7 +77,7 @@ class DispatchShape(NamedTuple):
         common_bound: with a bound that differs between ranks, a bound of them all, equal at all ranks.
         num_sms: SMs to use; None = the default.
         max_tokens: the most tokens of a rank, equal at all ranks; None = what the kernels take.
-        replicas: shape of the mapping, where rows are of experts; otherwise None.
+        replicas: shape of the mapping, if the rows are weights or gradients of experts; otherwise None.
         drops_rows: as in `DispatchRequest`.
         refusal: number of the refusal of this rank, which then sends nothing; None = the call is not refused.
     """
@@ -99,7 +99,7 @@ class DispatchShape(NamedTuple):
     drops_rows: bool = False
     refusal: int | None = None
 
-    # As the kernels' plans take them.
+    # Names under which the kernels' plans take the fields.
 
     @property
     def num_tokens(self) -> int:
@@ -239,7 +239,7 @@ def _plan(make: type[_Native], rank: int, num_ranks: int, shape: DispatchShape) 
 
 
 class CombineShape(NamedTuple):
-    """What a plan must know of a combine: those of one shape share a plan.
+    """The shape of a combine. Combines of one shape share a plan.
 
     Attributes:
         num_tokens: of the result.
@@ -247,8 +247,8 @@ class CombineShape(NamedTuple):
         num_topk, num_experts: of the route.
         num_weights: of a row; 0 = none.
         num_sms: SMs to use; None = the default.
-        num_expert_rows: of experts, which are first summed to the rows that are sent; None = those are given.
-        num_expert_sms: SMs that do that; None = the default.
+        num_expert_rows: rows of experts, whose sums are sent; None = the rows to send are given.
+        num_expert_sms: SMs that make these sums; None = the default.
         refusal: as in `DispatchShape`.
     """
 

@@ -77,7 +77,7 @@ def refuse_within(engine: CudaEngine, call: str, number: int) -> None:
 
 
 def refuse_between(engine: CudaBetween, call: str, number: int) -> None:
-    """The same between domains, where rows of a dispatch carry experts."""
+    """Launches a refused call between domains, where rows of a dispatch carry experts."""
     grid, stream = engine.grid, engine._begin_launch()
     sizes = RouteSizes(grid.num_domains, grid.num_ranks_per_domain, 0, 1, grid.num_ranks)
     no_rows = torch.zeros(sizes.num_ints(0), dtype=torch.int32, device=engine.device)

@@ -1,4 +1,4 @@
-"""What the cuda engine keeps of a dispatch, and the conversion of tensors to arguments of kernels."""
+"""The state that the cuda engine keeps of a dispatch, and the conversion of tensors to arguments of kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ROW_ALIGN_BYTES = _cuda.row_align_bytes
 
 
 class Route(NamedTuple):
-    """What the cuda engine keeps in a DispatchHandle.
+    """The state of the cuda engine in a DispatchHandle.
 
     Attributes:
         chunk: the memory that the route is a piece of.
@@ -52,7 +52,7 @@ class Route(NamedTuple):
 
 @dataclass
 class PermuteState:
-    """What the cuda engine keeps in a PermuteHandle.
+    """The state of the cuda engine in a PermuteHandle.
 
     Attributes:
         chunk: the memory that this is a piece of.
@@ -107,14 +107,14 @@ class Chunk:
         return self.memory[begin : begin + _INT_BYTES * size].view(torch.int32)
 
     def note_use(self, stream: int) -> None:
-        """Must be called where `stream`, the current one, uses a piece: torch keeps the memory until it has."""
+        """Must be called if `stream`, the current one, uses a piece: torch keeps the memory until that use ends."""
         if stream not in self._streams:
             self.memory.record_stream(torch.cuda.current_stream(self.memory.device))
             self._streams.add(stream)
 
 
 class RouteMemory:
-    """Cuts the memory of handles from chunks, for an allocation costs the host more than all the rest of a route.
+    """Cuts the memory of handles from chunks, because an allocation costs the host more than the rest of a route.
 
     Args:
         device: this rank's GPU.
@@ -150,7 +150,7 @@ class RouteMemory:
 
 
 class HostCounts(NamedTuple):
-    """What the kernel of a dispatch reports to a host that waits for its counts.
+    """The report of a dispatch kernel to a host that waits for its counts.
 
     Attributes:
         needs_capacity: no rank has sent, because the slots of some rank are too small.
@@ -178,12 +178,12 @@ class HostCounts(NamedTuple):
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """The tensor, moved where it does not begin as copies and loads of 16 bytes need it."""
+    """Returns the tensor, copied if it does not begin at a multiple of 16 bytes, as bulk copies need it."""
     return tensor.clone() if tensor.data_ptr() % _ROW_ALIGN_BYTES else tensor
 
 
 def aligned_rows(rows: Rows) -> Rows:
-    """Rows and scales likewise."""
+    """Returns rows and scales, each as `aligned` does."""
     data, scales = rows
     if not (data.data_ptr() | address(scales)) % _ROW_ALIGN_BYTES:
         return rows

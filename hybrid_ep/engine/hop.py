@@ -18,7 +18,7 @@ __all__ = ["Hop"]
 
 @dataclass(frozen=True)
 class Hop:
-    """Which of the rows held here go to which rank of the axis, and how many come from each.
+    """The rows held here that go to each rank of an axis, and the number that comes from each.
 
     Attributes:
         name: for errors, e.g. ``"within domain"``.

@@ -83,7 +83,7 @@ class Link:
 
     @property
     def device(self) -> torch.device | None:
-        """Where tensors must be to be carried without a copy; None: on this rank's GPU."""
+        """The device from which tensors are sent without a copy; None: this rank's GPU."""
         return None if self._gloo is None else torch.device("cpu")
 
     def transfer(

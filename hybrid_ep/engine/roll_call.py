@@ -30,7 +30,7 @@ class RollCall:
         rank: this rank in `group`.
         timeout_s: how long to wait for the others.
         number: of the buffer among those of the group, equal at all ranks.
-        ranks: what errors call the ranks of `group`; None = 0, 1, ...
+        ranks: the numbers that errors give to the ranks of `group`; None = 0, 1, ...
 
     Attributes:
         lost: ranks that errors have named; an engine puts its own set here.

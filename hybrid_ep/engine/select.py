@@ -115,17 +115,15 @@ def make_engine(
 
 
 class _Vote(NamedTuple):
-    """What a rank asks for and can do.
+    """The settings that a rank asks for, and its abilities.
 
     Attributes:
-        engine: as it was asked for.
-        num_ranks_per_domain: likewise.
-        low_latency_between: likewise.
-        choice: what the rank could serve with; None where that is nothing.
-        refusal: why it is nothing.
-        host: that it runs on.
+        engine, num_ranks_per_domain, low_latency_between: as they were asked for.
+        choice: the engine that the rank could serve with; None if there is none.
+        refusal: why there is none.
+        host: that the rank runs on.
         transport: that is asked for between domains.
-        transports: what the rank could use; empty where it could not serve with the cuda engine.
+        transports: those that the rank could use; empty if it could not serve with the cuda engine.
     """
 
     engine: str
@@ -246,7 +244,7 @@ def _choose(choices: list[Choice], votes: Sequence[_Vote], grid: RankGrid, asked
 
 
 def _choose_between(votes: Sequence[_Vote], grid: RankGrid) -> Choice:
-    """The same for several domains: cuda where a transport joins them."""
+    """Chooses the engine of several domains: cuda if a transport joins them."""
     from hybrid_ep.engine.cuda_between import refusal_of_grid
 
     _require_same_transport(votes)

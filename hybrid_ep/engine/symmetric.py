@@ -31,7 +31,7 @@ _NO_ANSWER = "no answer within"
 
 @dataclass(frozen=True)
 class SymmetricMemory:
-    """The same number of bytes at every rank of a group, mapped by all.
+    """Memory of the same size at every rank of a group, mapped by all ranks.
 
     Attributes:
         local: ``[num_bytes]`` uint8, this rank's part; zero at first.
@@ -85,7 +85,7 @@ class SymmetricMemory:
             local.zero_()
         except RuntimeError as error:
             obstacle = str(error)
-        # What one rank lacks is exchanged before the others wait for it.
+        # A rank whose allocation failed says so to all, before any rank waits for it.
         for rank, theirs in roll_call.gather(f"{_WHERE}: allocation", obstacle).items():
             if theirs:
                 raise _lacking(num_bytes, rank, theirs)

@@ -52,7 +52,7 @@ __all__ = ["TorchEngine"]
 
 
 class _Route(NamedTuple):
-    """What the torch engine keeps in a DispatchHandle.
+    """The state of the torch engine in a DispatchHandle.
 
     Attributes:
         between: the hop between domains.
@@ -400,7 +400,7 @@ def _pad(tensor: Tensor, num_rows: int, value: int = 0) -> Tensor:
 
 
 def _padded(result: Dispatched, bound: int) -> Dispatched:
-    """The same result with exactly `bound` rows."""
+    """Returns the result, padded to `bound` rows."""
     data = _pad(result.rows.data.view(torch.uint8), bound).view(result.rows.data.dtype)
     scales = None if result.rows.scales is None else _pad(result.rows.scales, bound)
     weights = None if result.topk_weights is None else _pad(result.topk_weights, bound)

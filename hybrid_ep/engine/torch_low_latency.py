@@ -96,7 +96,7 @@ class TorchLowLatency:
                 "scale_format": format_code(fmt),
             }
             if global_scale is not None:
-                # As the kernels send it: the upper half of its bits.
+                # The kernels send the upper half of the bits.
                 same["global_scale"] = int(global_scale.view(torch.int32)) >> 16 & 0xFFFF
             if rows.scales is not None:
                 same |= {"scale_dtype": dtype_code(rows.scales.dtype), "num_scales": rows.scales.shape[1]}
