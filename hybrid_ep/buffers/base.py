@@ -152,7 +152,7 @@ class BaseBuffer:
 
     @property
     def runtime(self) -> Engine:
-        """The same as `engine`. DeepEP has an object of this name; its methods are others."""
+        """Another name of `engine`. DeepEP has an object of this name, with other methods."""
         return self.engine
 
     @property
@@ -395,7 +395,7 @@ def check_global_scale(name: str, global_scale: Tensor, device: torch.device) ->
 
 
 def as_biases(bias: Tensor | tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
-    """What combine adds to its result, as a tuple of any number."""
+    """Returns the biases that combine adds to its result, as a tuple."""
     return () if bias is None else bias if isinstance(bias, tuple) else (bias,)
 
 

@@ -1,4 +1,4 @@
-"""What all collective calls of the buffers have in common."""
+"""The decorator of all collective calls of the buffers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _refuse(engine: Engine, name: str, error: ConfigError) -> None:
 
 
 def collective(name: str, *, is_local: Callable[..., bool] = _never) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Makes a call tell the other ranks what is wrong with the arguments of this one: they would wait for this rank.
+    """Makes a call tell the other ranks if an argument of this rank does not fit: otherwise they would wait for it.
 
     Until the engine takes part in a call, only this rank knows of an error. Then the engine refuses the call, and every
     rank raises the error. Tensors are read without torch's function modes, as by `plain_tensors`.

@@ -36,8 +36,8 @@ class ElasticBuffer(ElasticCalls):
     A call runs on the current stream. With `previous_event` or `async_with_compute_stream` it runs on the communication
     stream. Results are the same on every engine, bit for bit, and in every run.
 
-    Which calls are collective, what may be overwritten, and how long results live is as of `Buffer`. Its `async_finish`
-    is `async_with_compute_stream` here.
+    The rules of `Buffer` hold for collective calls, for overwriting arguments and for the life of results. Its
+    `async_finish` is `async_with_compute_stream` here.
 
     Args:
         group: the process group; None = the default group, or a single rank where there is none.
@@ -56,8 +56,8 @@ class ElasticBuffer(ElasticCalls):
         prefer_overlap_with_compute: accepted for compatibility.
         sl_idx: an RDMA service level; checked, and without effect: `HYBRID_EP_SERVICE_LEVEL` says it.
         num_allocated_qps: accepted for compatibility; transports choose their own.
-        num_cpu_timeout_secs: seconds to wait for a rank; the smaller of this and the next counts.
-        num_gpu_timeout_secs: the same. If it is 100, the default, `HYBRID_EP_TIMEOUT_S` overrides it.
+        num_cpu_timeout_secs: seconds to wait for a rank; the smaller of this and `num_gpu_timeout_secs` counts.
+        num_gpu_timeout_secs: see `num_cpu_timeout_secs`. `HYBRID_EP_TIMEOUT_S` overrides the default, 100.
         explicitly_destroy: accepted for compatibility; `destroy()` may always be called and need not be.
         engine: ``auto``, ``torch`` or ``cuda``; None = ``HYBRID_EP_ENGINE``.
         num_ranks_per_domain: size of a domain; None = ``HYBRID_EP_NUM_RANKS_PER_DOMAIN``, or else the ranks of a host
@@ -281,12 +281,12 @@ class ElasticBuffer(ElasticCalls):
 
 
 class EPBuffer(ElasticCalls):
-    """Dispatch and combine with the interface of DeepEP 2.5; streams, life and errors as of `ElasticBuffer`.
+    """Dispatch and combine with the interface of DeepEP 2.5. The rules of `ElasticBuffer` hold.
 
     Args:
         lb_allocation_plan_or_num_bytes: a `BufferAllocator` whose tensors get their memory here, or bytes, which are
             accepted for compatibility: `lb_prefetch_weights` and `lb_reduce_grads` take any tensors.
-        sl_idx: as of `ElasticBuffer`, and None.
+        sl_idx: as in `ElasticBuffer`, or None.
 
     The other arguments are those of `ElasticBuffer`, without `num_cpu_bytes`.
 
@@ -381,7 +381,7 @@ class EPBuffer(ElasticCalls):
         use_tma_aligned_col_major_sf: bool = False,
         defer_epilogue: bool = False,
     ) -> DispatchResult | EventOverlap:
-        """As `ElasticBuffer.dispatch`, but for the handle, which never copies `topk_idx`.
+        """Does as `ElasticBuffer.dispatch`, but its handle never copies `topk_idx`.
 
         Args:
             do_handle_copy: must be False: the caller must not write to `topk_idx` while the handle is used.
@@ -433,7 +433,7 @@ class EPBuffer(ElasticCalls):
         allocate_on_comm_stream: bool = False,
         defer_epilogue: bool = False,
     ) -> CombineResult | EventOverlap:
-        """As `ElasticBuffer.combine`.
+        """Does as `ElasticBuffer.combine`.
 
         Args:
             defer_epilogue: return the event alone, whose `current_stream_wait()` returns combined_x and

@@ -433,7 +433,7 @@ class ElasticCalls(LoadBalanceCalls):
             num_unaligned_recv_tokens_per_expert=counts,
             dispatch=dispatch,
             permute=permute,
-            # What arrived holds its slot, and callers write to it.
+            # A copy: the tensor that arrived holds its slot, and callers may write to it.
             recv_topk_idx=None if recv_idx is None else recv_idx.clone(),
         )
         return received, recv_idx, recv_weights, handle
@@ -523,7 +523,7 @@ def _rounded(counts: Tensor, alignment: int) -> list[int]:
 
 
 def _column_major(scales: Tensor) -> Tensor:
-    """The same ``[N, S]`` with columns side by side, each at a multiple of 16 bytes, as a GEMM loads them by TMA."""
+    """Returns ``[N, S]`` in column-major order. Columns begin at multiples of 16 bytes, as a GEMM's TMA loads need."""
     num_rows, num_scales = scales.shape
     length = -(-num_rows // _SCALES_PER_TMA_COLUMN) * _SCALES_PER_TMA_COLUMN
     columns = torch.empty(num_scales, length, dtype=scales.dtype, device=scales.device)

@@ -92,7 +92,7 @@ class EPHandle:
         self.psum_num_recv_tokens_per_scaleup_rank = psum_num_recv_tokens_per_scaleup_rank
         self.psum_num_recv_tokens_per_expert = psum_num_recv_tokens_per_expert
         self.num_unaligned_recv_tokens_per_expert = num_unaligned_recv_tokens_per_expert
-        # For the buffer.
+        # Used by the buffer alone.
         self.asked_num_sms = asked_num_sms
         self.dispatch, self.permute = dispatch, permute
         self.recv_topk_idx = recv_topk_idx

@@ -309,11 +309,11 @@ class _Part(NamedTuple):
         return torch.empty(num_records, self.num_rows * self.row_bytes, dtype=torch.uint8, device=device)
 
     def as_rows(self, records: Tensor) -> Tensor:
-        """The same memory as ``[n × num_rows, W]`` bf16."""
+        """Returns a view of the records as ``[n × num_rows, W]`` bf16."""
         return records.view(torch.bfloat16).view(-1, self.row_bytes // 2)
 
     def as_records(self, rows: Tensor, num_records: int) -> Tensor:
-        """``[n, bytes]`` uint8: the reverse, of the first rows."""
+        """Returns a view of the first rows as ``[n, bytes]`` uint8."""
         used = rows[: num_records * self.num_rows]
         return used.view(torch.uint8).view(num_records, self.num_rows * self.row_bytes)
 

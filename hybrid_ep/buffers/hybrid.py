@@ -34,8 +34,8 @@ __all__ = ["HybridEPBuffer", "indices_to_map"]
 class HybridEPBuffer(PermutedCalls):
     """Dispatch and combine with Hybrid-EP's interface.
 
-    Every call runs on the current stream. Which calls are collective, what may be overwritten, and how long results
-    live is as of `Buffer`.
+    Every call runs on the current stream. The rules of `Buffer` hold for collective calls, for overwriting arguments
+    and for the life of results.
 
     On the cuda engine the host waits for the GPU in these calls: `dispatch` without `handle` and number of rows;
     `dispatch_with_permute` without `handle` and `non_blocking`; a call whose number of rows is a tensor on the GPU;

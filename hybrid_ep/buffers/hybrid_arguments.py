@@ -215,7 +215,7 @@ class HybridArguments(BaseBuffer):
         probs: Tensor | None,
         routing_map: Tensor | None,
     ) -> Tensor | None:
-        """The same of a handle that was made with a map: ``[T, E]``, 0 outside the map."""
+        """Returns probabilities to send along a handle that was made with a map: ``[T, E]``, 0 outside the map."""
         if topk_idx is None and topk_weights is None and probs is None and routing_map is None:
             return None
         _check_pairs(topk_idx, topk_weights, probs, routing_map)

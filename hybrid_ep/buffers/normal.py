@@ -64,7 +64,7 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
         group: the process group; None = the default group, or a single rank where there is none.
         num_nvl_bytes: bytes that `get_local_buffer_tensor` gives, ≥ 0. The engine allocates what its calls need
             beside them.
-        num_rdma_bytes: the same, with `use_rdma_buffer`.
+        num_rdma_bytes: bytes that `get_local_buffer_tensor` gives with `use_rdma_buffer`, ≥ 0.
         low_latency_mode: allow the low-latency calls.
         num_qps_per_rank: accepted for compatibility; transports choose their own.
         allow_nvlink_for_low_latency_mode: accepted for compatibility; NVLink is used where it is there.

@@ -25,7 +25,8 @@ from hybrid_ep.errors import TimeoutError, TransportError
 __all__ = ["Board", "Rendezvous", "StoreLostError", "rendezvous", "rendezvous_all"]
 
 T = TypeVar("T")
-# Of groups whose ranks processes number differently. A later group may have the same name.
+# The boards that `assign` has given to groups. The key is the group itself, because a later group may have the same
+# name.
 _boards: WeakKeyDictionary[dist.ProcessGroup, Board] = WeakKeyDictionary()
 _FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.05
 _ACCESS_S = 5.0  # a store that does not answer for so long is lost

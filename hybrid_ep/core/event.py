@@ -87,7 +87,7 @@ class EventOverlap:
         return result
 
     def wait(self) -> Any:
-        """The same as `current_stream_wait()`."""
+        """Calls `current_stream_wait()`."""
         return self.current_stream_wait()
 
     def register_hook_after_wait(self, hook: Callable[[], Any]) -> None:

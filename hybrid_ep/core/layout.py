@@ -63,7 +63,7 @@ def compute_layout(topk_idx: Tensor, num_experts: int, num_ranks: int, num_ranks
     num_tokens, num_topk = topk_idx.shape
     device = topk_idx.device
     if device.type == "cpu":
-        # The same C++ that gives the device code its expert map.
+        # This C++ and the device code share the map of experts.
         per_rank = torch.empty(num_ranks, dtype=torch.int32)
         per_expert = torch.empty(num_experts, dtype=torch.int32)
         in_rank = torch.empty(num_tokens, num_ranks, dtype=torch.bool)

@@ -237,7 +237,7 @@ def unpack_ue8m0(packed: Tensor, num_scales: int) -> Tensor:
     """
     _check("packed", packed, (torch.int32,))
     require_int("num_scales", num_scales, minimum=0, maximum=SCALES_PER_WORD * packed.shape[-1])
-    # Not contiguous(): a dimension of one word would keep its stride, which a view as bytes does not take.
+    # clone() and not contiguous(), which keeps the stride of a dimension of one word: a view as bytes refuses it.
     words = packed.clone(memory_format=torch.contiguous_format)
     exponents = words.view(torch.uint8)[..., :num_scales].to(torch.int32)
     return (exponents << 23).view(torch.float32)

@@ -78,7 +78,7 @@ class Experts(nn.Module):
         return up, down
 
     def slots(self, num_spare: int) -> tuple[Tensor, Tensor]:
-        """The same weights with memory for `num_spare` more behind them, ``[LE + num_spare, …]``; without gradients.
+        """Returns the weights with memory for `num_spare` more behind them, ``[LE + num_spare, …]``; without gradients.
 
         Parameters move into that memory once, so that later calls copy nothing. They stay there until they are
         replaced, as by `to`.
@@ -175,7 +175,7 @@ def _sum_dtype(weights: Tensor) -> torch.dtype:
 
 
 class _MeanOverRanks(torch.autograd.Function):
-    """The same weight; backwards, the sum over ranks of its gradients becomes their mean."""
+    """Returns the weight. Its backward pass turns the sum of the gradients over ranks into their mean."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, num_ranks: int) -> Tensor:
@@ -243,7 +243,7 @@ def _leave_experts_alone(parent: nn.Module, name: str, model: nn.Module | None) 
                 f"{prefix!r}; allowed: the same ranks, or fully_shard(…experts, mesh=…) and fully_shard(model)"
             )
     for parameter in expert_parameters(model):
-        # Where the model itself is an `Experts`, DDP asks for ".up" too.
+        # If the model itself is an `Experts`, DDP asks for ".up", too.
         parent.parameters_to_ignore |= {parameter, f".{parameter}"}
 
 

@@ -49,7 +49,7 @@ class Route(NamedTuple):
 
 
 class DispatchedTokens(NamedTuple):
-    """What a rank receives.
+    """The rows that a rank receives.
 
     Attributes:
         x: ``[N, H]`` bf16, by source rank, then source token. With a bound, rows after the last are undefined.
@@ -67,7 +67,7 @@ class DispatchedTokens(NamedTuple):
 
 
 class GroupedTokens(NamedTuple):
-    """What a rank receives, by expert.
+    """The rows that a rank receives, sorted by expert.
 
     Attributes:
         x: ``[P, H]`` bf16: a row for each expert of a token that is here, by local expert, then source rank, then
@@ -165,7 +165,7 @@ class MoEGroupedDispatch(nn.Module):
         self._number = number_of(buffer)
 
     def forward(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> GroupedTokens:
-        """Sends tokens to the ranks of their experts; arguments as of `MoEDispatch`.
+        """Sends tokens to the ranks of their experts; arguments as in `MoEDispatch`.
 
         Raises:
             ConfigError, TimeoutError, TransportError: as `Buffer.dispatch`.

@@ -74,7 +74,7 @@ def make_balancer(
     tolerance: float,
     weight_buffer: Buffer | None,
 ) -> Balancer:
-    """Makes the policy that `balance` names; arguments as of `MoELayer`."""
+    """Makes the policy that `balance` names; arguments as in `MoELayer`."""
     if weight_buffer is not None:
         require(isinstance(weight_buffer, Buffer), "weight_buffer", type(weight_buffer).__name__, "a hybrid_ep.Buffer")
         require(weight_buffer is not buffer, "weight_buffer", "the same as buffer", "another buffer of these ranks")
