@@ -33,7 +33,7 @@ _MAX_TOLERANCE = 1e6
 
 
 class OnlinePlan(NamedTuple):
-    """What every rank does in this micro-batch.
+    """The replicas of a micro-batch, and the copies that each rank gets.
 
     Attributes:
         spare: ``[R, B]`` int64: the expert in each spare slot, −1 where it is empty.
@@ -107,7 +107,7 @@ def plan_online(counts: Tensor, *, num_ranks_per_domain: int, num_spare: int, to
 
 
 def _plan_by_kernel(counts: Tensor, num_ranks_per_domain: int, num_spare: int, tolerance: float) -> OnlinePlan:
-    """The same plan in one kernel."""
+    """Computes `plan_online` in one kernel."""
     num_ranks, num_experts = counts.shape
     plan = OnlinePlan(
         spare=counts.new_empty(num_ranks, num_spare),
@@ -180,7 +180,7 @@ def map_online(plan: OnlinePlan, counts: Tensor, topk_idx: Tensor, rank: int) ->
 
 
 def _map_by_kernel(plan: OnlinePlan, counts: Tensor, topk_idx: Tensor, rank: int) -> Tensor:
-    """The same slots in one kernel."""
+    """Computes `map_online` in one kernel."""
     slots = torch.empty_like(topk_idx)
     kernels.native.map_online(
         counts=counts.data_ptr(),

@@ -287,7 +287,7 @@ class ExpertPlacement:
         return cls.from_json(document, str(path))
 
     def to_json(self) -> dict[str, Any]:
-        """What `save` writes, for programs."""
+        """Returns what `save` writes, as JSON types."""
         return {"format": _FORMAT, **{name: getattr(self, name) for name in (*_FIELDS, *_LATER_FIELDS)}}
 
     @classmethod
@@ -359,7 +359,7 @@ class DevicePlacement:
 
     @property
     def rank_turn(self) -> int:
-        """Where this rank's tokens begin in the order of turns."""
+        """The place of this rank's first token in the order in which tokens take the replicas of an expert."""
         return self.rank * _RANK_STEP % _WORD
 
     def map_topk(self, layer: int, topk_idx: Tensor) -> Tensor:

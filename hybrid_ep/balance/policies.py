@@ -63,7 +63,7 @@ class Outcome:
         return balancedness(self.rank_loads.flatten(0, 1)).view(self.rank_loads.shape[:2])
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Returns the outcome as JSON types."""
         return {
             "policy": self.policy,
             "balancedness_mean": float(self.balancedness.mean()),

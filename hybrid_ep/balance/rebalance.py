@@ -130,7 +130,7 @@ def _global_with(divisor: float, loads: Floats, num_replicas: int, num_gpus: int
 
 
 def _hierarchical(loads: Floats, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int) -> Ints:
-    """As `_global`, with every group of experts on one node."""
+    """Does as `_global`, but keeps every group of experts on one node."""
     num_layers, num_experts = loads.shape
     if num_nodes == 1:
         return _global(loads, num_replicas, num_gpus)

@@ -50,7 +50,7 @@ _CONFIRM_S = 1.0  # for a newcomer to confirm that it is still there
 
 @dataclass(frozen=True)
 class Report:
-    """What a recovery has done.
+    """The outcome of a recovery.
 
     Attributes:
         generation: number of the group in the life of the job. It rises; failed attempts have numbers, too.
@@ -75,12 +75,12 @@ class Report:
 
 
 class Recovered(NamedTuple, Generic[B]):
-    """What a job goes on with.
+    """The buffer and the placement with which a job goes on.
 
     Attributes:
         buffer: on the new group, which is `buffer.group`.
         placement: over its ranks.
-        report: what has been done.
+        report: the outcome of the recovery.
     """
 
     buffer: B
@@ -89,7 +89,7 @@ class Recovered(NamedTuple, Generic[B]):
 
 
 class Round(NamedTuple):
-    """What every participant of an attempt knows; JSON can hold it.
+    """The facts that every participant of an attempt knows, as JSON types.
 
     Attributes:
         terms: what the survivors agree on.

@@ -1,4 +1,4 @@
-"""Process groups over those who are left: made from the store, without the ranks that are lost.
+"""Process groups of the ranks that are left, made from the store, without the lost ranks.
 
 torch makes a group from ranks of the default group, whose numbers are equal in every process. Here a process may have
 come later, and its default group is the first one that it joined. So such a process gets the store and the name of the
@@ -31,7 +31,7 @@ _MORE_S = 0.5  # for gloo to report by itself that it could not connect
 
 @dataclass
 class Lineage:
-    """Where a group comes from.
+    """The origin of a group.
 
     Attributes:
         board: of the group and of all that followed and will follow it.
@@ -95,7 +95,7 @@ def job_of(group: dist.ProcessGroup) -> str:
 
 
 def follow(group: dist.ProcessGroup, lineage: Lineage) -> None:
-    """Says where a group comes from."""
+    """Records the lineage of a group."""
     _lineages[group] = lineage
 
 

@@ -73,7 +73,7 @@ class DomainLink:
 
     @property
     def description(self) -> str:
-        """What carries the link, for people: devices, connections, where the rings are."""
+        """Describes the link for people: devices, connections, where the rings are."""
         return self.proxy.describe
 
     @property
@@ -82,7 +82,7 @@ class DomainLink:
         return self._grid.num_domains - self._num_near
 
     def view(self) -> LinkView:
-        """Returns what kernels get."""
+        """Returns the view of the link that kernels get."""
         self._require_open()
         return self.proxy.view()
 
@@ -171,7 +171,7 @@ def open_link(
     board = Board.of(group)
     size = grid.num_ranks_per_domain
     mine = json.dumps({"host": host_name(), "states": [asdict(state) for state in survey()], "size": size})
-    # Not a collective of the group: that would wait for a lost rank for the group's own timeout, and name no rank.
+    # The store and no collective: that would wait for a lost rank for the group's own timeout, and name no rank.
     texts, number = rendezvous_all(
         board,
         "link",

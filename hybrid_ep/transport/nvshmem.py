@@ -57,7 +57,7 @@ class Window:
         return list(_native().map_peers(memory=self.address, pes=list(pes)))
 
     def give_back(self, timeout_s: float) -> bool:
-        """Lets another link use it, once this rank's puts are complete. The kernels of its link must have ended.
+        """Lets another link use the window when this rank's puts are complete. Its kernels must have ended.
 
         Returns:
             Whether they were complete in time. Otherwise the window is never used again.
@@ -151,7 +151,7 @@ class Heap:
         return plan
 
     def _offer(self, rank: int, device: int) -> dict[str, Any]:
-        """What this rank has: an id for a world, if it is rank 0, and the numbers and sizes of its free windows."""
+        """Returns an id for a world, if this is rank 0, and the numbers and sizes of this rank's free windows."""
         native = _native()
         if self.device not in (None, device):
             raise ConnectionError(f"NVSHMEM of this process is on cuda:{self.device}, and the buffer on cuda:{device}")

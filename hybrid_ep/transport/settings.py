@@ -1,4 +1,4 @@
-"""What a rank's link uses: its NICs, its address, and the CPUs of its proxy thread."""
+"""The NICs and the address of a rank's link, and the CPUs of its proxy thread."""
 
 from __future__ import annotations
 
