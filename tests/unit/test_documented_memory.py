@@ -10,7 +10,8 @@ import torch
 
 pytest.importorskip("hybrid_ep._cuda")
 from hybrid_ep import _cuda
-from hybrid_ep.engine.cuda_plan import DispatchShape, plan_dispatch
+from hybrid_ep.engine.cuda_plan import plan_dispatch
+from tests.unit.test_cuda_plan import NUM_RANKS, SHAPE, E, K
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -39,25 +40,10 @@ def test_low_latency_region(num_ranks: int, max_tokens: int, topk: int, hidden: 
 
 @pytest.mark.parametrize(("row", "pad_multiple"), [("handle", 0), ("handle, sorted by expert", 1)])
 def test_handle(row: str, pad_multiple: int) -> None:
-    ranks, tokens, topk, num_experts = 4, 4096, 8, 256
-    shape = DispatchShape(
-        shape=torch.Size((tokens, 7168)),
-        dtype=torch.bfloat16,
-        scales=None,
-        num_topk=topk,
-        num_experts=num_experts,
-        has_topk=True,
-        has_weights=True,
-        expert_range=(0, num_experts // ranks),
-        pad_multiple=pad_multiple,
-        bound=None,
-        common_bound=None,
-        num_sms=None,
-        max_tokens=None,
-    )
-    used = 4 * plan_dispatch(0, ranks, shape).native.route_ints
+    sizes = {"tokens": 4096, "ranks": NUM_RANKS, "topk": K, "local_experts": E // NUM_RANKS}
+    shape = SHAPE._replace(shape=torch.Size((sizes["tokens"], 64)), pad_multiple=pad_multiple)
+    used = 4 * plan_dispatch(0, NUM_RANKS, shape).native.route_ints
     formula = given("cuda_engine.md", rf"\| {row} \| (4 × \(.*?²[^)]*\))")
-    for words, python in (("×", "*"), ("²", "**2"), ("top-k", "topk"), ("local experts", "num_experts // ranks")):
+    for words, python in (("×", "*"), ("²", "**2"), ("top-k", "topk"), ("local experts", "local_experts")):
         formula = formula.replace(words, python)
-    documented = eval(formula, {"ranks": ranks, "tokens": tokens, "topk": topk, "num_experts": num_experts})
-    assert 0 <= used - documented < 1024  # parts begin at lines
+    assert 0 <= used - eval(formula, sizes) < 1024  # parts begin at lines
