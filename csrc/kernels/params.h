@@ -60,7 +60,7 @@ struct CommonDispatchParams {
   int range_first, range_step, range_size;
   // Where this rank's rows land.
   int row_limit;
-  bool is_bound;     // rows beyond the limit are dropped; otherwise all ranks grow their slots where one is too small
+  bool is_bounded;   // rows beyond the limit are dropped; otherwise all ranks grow their slots where one is too small
   int common_bound;  // of a bound call: rows that each slot must hold, otherwise no rank sends
   int max_tokens;    // most tokens that a rank may have; otherwise no rank sends
   SlotLayout slot;

@@ -185,8 +185,8 @@ void Communicator::fill(CommonDispatchParams& params, const DispatchShape& plan,
   params.range_size = plan.range_size;
   params.slot = make_slot_layout(plan.format.widths(), domain_.slot_bytes);
   // A call that waits for the host takes what fits; the host grows the arena if that is not enough.
-  params.is_bound = !plan.waits_for_counts;
-  params.row_limit = params.is_bound ? std::min(plan.row_limit, params.slot.capacity) : params.slot.capacity;
+  params.is_bounded = !plan.waits_for_counts;
+  params.row_limit = params.is_bounded ? std::min(plan.row_limit, params.slot.capacity) : params.slot.capacity;
   params.common_bound = plan.call.common_bound;
   params.max_tokens = plan.call.max_tokens;
   if (plan.waits_for_counts || params.common_bound > params.slot.capacity) {

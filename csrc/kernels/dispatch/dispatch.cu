@@ -126,7 +126,7 @@ __device__ void send_metadata(const DispatchParams& params, const DispatchRoutes
     send_experts(params, list, slot, first_row, count, params.range_first + peer * params.range_step, thread,
                  num_threads);
   }
-  if (params.topk_idx == nullptr || !params.is_bound || params.pad_multiple > 0) return;
+  if (params.topk_idx == nullptr || !params.is_bounded || params.pad_multiple > 0) return;
   // Rows between the last that arrives and the bound: no rank sends them, so they are marked here.
   const int64_t limit = min(params.row_limit, params.slot.capacity);
   const int64_t first_free = min(static_cast<int64_t>(routes.num_recv[domain.rank]), limit);
@@ -202,8 +202,8 @@ __device__ Decision decide(const DispatchParams& params, const Waiter& waiter, C
   if (ok && is_same) ok = find_dispatch_bases(params, waiter, epoch, routes, expert_base);
   decision.ok = ok = __syncthreads_and(ok);
   for (int r = threadIdx.x; r < num_ranks && ok && is_same; r += kDispatchThreads) {
-    lacks_capacity |= params.is_bound ? params.common_bound > params.slot.capacity
-                                      : routes.needed[r] > routes.call[r][CountRow::kRowLimit];
+    lacks_capacity |= params.is_bounded ? params.common_bound > params.slot.capacity
+                                        : routes.needed[r] > routes.call[r][CountRow::kRowLimit];
   }
   lacks_capacity = __syncthreads_or(lacks_capacity);
   decision.status = !ok || !is_same ? kFailed : lacks_capacity ? kNeedsCapacity : kSent;

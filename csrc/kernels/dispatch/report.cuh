@@ -104,7 +104,7 @@ __device__ bool report_counts(const DispatchParams& params, const Waiter& waiter
     host_counts.num_kept = routes.sent[domain.rank];
     host_counts.max_recv = max_recv;
     host_counts.max_sent = max_sent;
-    host_counts.max_rows = params.is_bound ? params.common_bound : max_rows;
+    host_counts.max_rows = params.is_bounded ? params.common_bound : max_rows;
   }
   ptx::store_release_system(&host_counts.epoch, params.counts_epoch);
   return ok;

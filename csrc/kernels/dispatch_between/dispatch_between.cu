@@ -263,7 +263,7 @@ __device__ bool forward_records(const DispatchBetweenParams& params, const CallB
 
 // Marks the rows between the last that arrives and the bound: no rank sends them.
 __device__ void mark_free_rows(const DispatchBetweenParams& params, const CallBetween& call) {
-  if (!params.makes_route || !params.is_bound) return;
+  if (!params.makes_route || !params.is_bounded) return;
   const int own = params.between.domain.rank;
   const int64_t begin = min(call.needed[own], params.row_limit) * static_cast<int64_t>(params.num_topk);
   const int64_t end = params.row_limit * static_cast<int64_t>(params.num_topk);

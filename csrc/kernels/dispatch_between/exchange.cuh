@@ -337,7 +337,7 @@ __device__ Verdict judge(const DispatchBetweenParams& params, const CallBetween&
   const Grid& grid = params.between.grid;
   Verdict verdict{fails, 0, kNoRank, 0, 0, 0, 0, 0, 0};
   // A bounded call needs the capacity that all have agreed on; its counts may ask for less.
-  if (!fails && params.is_bound && params.common_bound > params.slot.capacity) {
+  if (!fails && params.is_bounded && params.common_bound > params.slot.capacity) {
     verdict.lacks_capacity = 1;
     verdict.max_rows = params.common_bound;
     return verdict;
@@ -348,7 +348,7 @@ __device__ Verdict judge(const DispatchBetweenParams& params, const CallBetween&
     verdict.max_held = max(verdict.max_held, call.num_held[r]);
     const bool rows_fit = call.needed[r] <= call.row_limit[r];
     const bool held_fit = !params.makes_route || call.num_held[r] <= call.held_capacity[r];
-    if (!params.is_bound) {
+    if (!params.is_bounded) {
       verdict.lacks_capacity |= !rows_fit || !held_fit;
       continue;
     }

@@ -1,4 +1,4 @@
-// Low-latency combine across domains: one kernel ships rows of other domains' tokens to the peers there, another one
+// Low-latency combine between domains: one kernel ships rows of other domains' tokens to the peers there, another one
 // forwards the peers' rows.
 //
 //     ship_rows     packed rows of tokens of a domain ─► records, and their places ─ put, flag ─► peer there

@@ -1,4 +1,4 @@
-// Low-latency dispatch across domains: one kernel ships this rank's tokens to the peers, another one forwards the
+// Low-latency dispatch between domains: one kernel ships this rank's tokens to the peers, another one forwards the
 // peers' tokens.
 //
 //     ship_tokens     slot (me, t) ─► record ─► chunk of each domain that has an expert of t ─ put, flag ─► peer

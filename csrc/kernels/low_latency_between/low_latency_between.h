@@ -1,4 +1,4 @@
-// Parameters and launches of the kernels that take low-latency calls across domains. Legend: T tokens of this rank, M
+// Parameters and launches of the kernels that make low-latency calls between domains. Legend: T tokens of this rank, M
 // most tokens of a rank, K top-k, E experts, LE local experts, R ranks, H hidden.
 #pragma once
 
