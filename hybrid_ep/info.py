@@ -32,7 +32,7 @@ _DISTRIBUTIONS = ("numpy", "click", "rich", "matplotlib", "nvidia-ml-py", "mpi4p
 
 @dataclass(frozen=True)
 class Info:
-    """What this installation is.
+    """The facts of this installation.
 
     Attributes:
         versions: component → version, or None where it is not there.
@@ -62,7 +62,7 @@ class Info:
 
 
 def _collect_in_time() -> Info:
-    """As `collect`, from a child process: a driver that hangs costs what it knows, and no more than a limit of time."""
+    """Does as `collect` in a child process: if the driver hangs, only its facts are missing, after a limited time."""
     with closing(WatchedNode(limit_s=_LIMIT_S)) as node:
         try:
             return node.run(_collect_watched)

@@ -1,4 +1,4 @@
-"""What must arrive, and what must come back: made from the seed alone, without any communication. Measures nothing.
+"""The rows that must arrive and come back, made from the seed alone, without communication. Measures nothing.
 
 Rows are compared exactly, as a set: a library may choose their order, if its handle returns them to their tokens. In
 low-latency mode the library itself quantises, so fp8 rows may differ by one step of e4m3 there. A factor that depends
@@ -27,7 +27,7 @@ _E4M3_STEP = 2.0**-3  # between neighbours, relative to the smaller
 
 
 def expert_factor(rank: int) -> float:
-    """What the experts of a rank multiply rows with; exact in bf16, never 0."""
+    """Returns the factor by which the experts of a rank multiply rows; exact in bf16, never 0."""
     return 1.0 + (rank % 4) / 4
 
 

@@ -110,7 +110,7 @@ def _sweeps_sms(result: BenchResult) -> bool:
 
 
 def _title(report: BenchReport, results: list[BenchResult]) -> str:
-    """What the drawn plans have in common."""
+    """Returns the settings that the drawn plans have in common."""
     apart = varying(results)
     values = settings(results[0].plan)
     words = [values[name] for name in ("mode", "dtype", "routing") if name not in apart]
@@ -120,7 +120,7 @@ def _title(report: BenchReport, results: list[BenchResult]) -> str:
 
 
 def _labels(results: list[BenchResult], result: BenchResult) -> list[str]:
-    """What distinguishes this plan from the others, except tokens."""
+    """Returns the settings in which this plan differs from the others, except tokens."""
     return [value for name, value in settings(result.plan).items() if name in varying(results) and name != "tokens"]
 
 

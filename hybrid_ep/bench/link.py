@@ -35,7 +35,7 @@ _POSTS = 10_000
 
 @dataclass(frozen=True)
 class LinkFigures:
-    """What one rank has measured.
+    """The figures of one rank.
 
     Attributes:
         transport: its name.
@@ -84,7 +84,7 @@ class LinkReport:
         return sizes | {"ok": self.ok, "reason": self._reason(), "metrics": self._metrics(), "ranks": ranks}
 
     def _metrics(self) -> list[dict[str, Any]]:
-        """For the report of a cluster."""
+        """Returns the metrics for the report of a cluster."""
         values = [self.gbytes_per_s(one) for one in self.ranks]
         return rail_metrics("write", values, self.ranks[0].num_ranks_per_domain)
 

@@ -22,7 +22,7 @@ __all__ = ["RankMeasurement", "anywhere", "measure"]
 
 @dataclass(frozen=True)
 class RankMeasurement:
-    """What one rank measured of one candidate.
+    """The measurement of one candidate on one rank.
 
     Attributes:
         engine: what moved the tokens.

@@ -1,4 +1,4 @@
-"""What a benchmark is asked to do."""
+"""The settings of a benchmark."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Candidate:
 
     @property
     def title(self) -> str:
-        """For people."""
+        """Name of the candidate in tables."""
         return self.implementation if self.num_sms is None else f"{self.implementation}, {self.num_sms} SMs"
 
 

@@ -1,4 +1,4 @@
-"""What all ranks measured, put together: times over runs and ranks, bytes by both definitions, bandwidth, the wire."""
+"""The measurements of all ranks together: times over runs and ranks, bytes by both definitions, bandwidth, the wire."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class BenchReport:
         }
 
     def _fabric_metrics(self) -> list[dict[str, Any]]:
-        """For the report of a cluster: what crosses between domains, of the first candidate that says so."""
+        """Returns metrics for the report of a cluster: rows between domains, of the first candidate that has them."""
         outcomes = [outcome for result in self.results for outcome in result.outcomes]
         for outcome in outcomes:
             if outcome.num_ranks_per_domain is not None and outcome.operations:
@@ -180,7 +180,7 @@ def _to_json(result: BenchResult, outcome: Outcome) -> dict[str, Any]:
 
 
 def settings(plan: BenchPlan) -> dict[str, str]:
-    """What a plan asks for, in words; names as in the options of the command."""
+    """Returns the settings of a plan in words, under the names of the command's options."""
     workload = plan.workload
     return {
         "mode": plan.mode,

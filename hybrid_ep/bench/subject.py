@@ -1,4 +1,4 @@
-"""What is measured: the interface that every implementation has.
+"""The interface of an implementation that is measured.
 
 A subject is driven as a model would drive it. `dispatch` and `combine` are what is timed and do nothing else;
 `received` and `outputs` prepare what the check and the combine need, outside the timing.
@@ -23,7 +23,7 @@ __all__ = ["Received", "Subject", "as_float32"]
 
 @dataclass(frozen=True)
 class Received:
-    """What a dispatch brought, in a form that can be compared.
+    """The rows that a dispatch brought, in a form that can be compared.
 
     Attributes:
         rows: ``[n, H]`` float32, dequantised, without padding; in any order.
@@ -49,7 +49,7 @@ class Subject(abc.ABC):
 
     @abc.abstractmethod
     def received(self, dispatched: Any) -> Received:
-        """What `dispatch` brought. Local."""
+        """Returns the rows that `dispatch` brought. Local."""
 
     @abc.abstractmethod
     def outputs(self, dispatched: Any, factor: float) -> Tensor:
@@ -60,7 +60,7 @@ class Subject(abc.ABC):
         """The timed call; ``[T, H]`` bf16. Collective."""
 
     def further_calls(self, dispatched: Any, outputs: Tensor) -> dict[str, Callable[[], object]]:
-        """What else is timed, in turn with the two calls. Names begin with the call that they belong to. Collective."""
+        """Returns further calls to time in turn. Names begin with the call that they belong to. Collective."""
         return {}
 
     def close(self) -> None:  # noqa: B027 - most subjects hold nothing

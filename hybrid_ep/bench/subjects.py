@@ -70,7 +70,7 @@ def open_subject(candidate: Candidate, plan: BenchPlan, batch: Batch) -> Subject
 
 
 class _ModuleSubject(Subject):
-    """What subjects that come from a module share.
+    """The base of subjects that come from a module.
 
     Args:
         module: has the interface.

@@ -29,7 +29,7 @@ _NUMBER_COLUMNS = (
     "GB/s remote",
     "of the wire",
 )
-# What a terminal that is too narrow goes without, in this order.
+# Columns that a narrow terminal leaves out, in this order.
 _SPARE_COLUMNS = (
     "p50 / p99, slowest rank",
     "bytes remote",
@@ -95,7 +95,7 @@ def _table(report: BenchReport, left_out: Sequence[str]) -> Table:
 
 
 def render_markdown(report: BenchReport) -> str:
-    """The same table as Markdown."""
+    """Returns the table as Markdown."""
     text_columns = (*report.varying(), *_TEXT_COLUMNS)
     rules = ["---"] * len(text_columns) + ["---:"] * len(_NUMBER_COLUMNS)
     about = ", ".join(f"{name} {version}" for name, version in report.versions.items())
@@ -110,7 +110,7 @@ def render_markdown(report: BenchReport) -> str:
 
 
 def _notes(report: BenchReport) -> list[str]:
-    """What the table does not show: floors of the timer and of the host, and why the wire was not measured."""
+    """Returns notes below the table: floors of the timer and of the host, and why the wire was not measured."""
     num_runs = sorted({result.plan.num_runs for result in report.results})
     runs = " or ".join(map(str, num_runs))
     notes = [
@@ -169,7 +169,7 @@ def _problems(report: BenchReport) -> list[str]:
 
 
 def _labels(report: BenchReport, result_idx: int) -> list[str]:
-    """What distinguishes this plan from the others."""
+    """Returns the settings in which this plan differs from the others."""
     values = settings(report.results[result_idx].plan)
     return [f"skew {values[name]}" if name == "skew" else values[name] for name in report.varying()]
 

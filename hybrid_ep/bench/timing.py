@@ -26,8 +26,8 @@ __all__ = ["Holding", "Times", "time_calls", "time_floor", "time_host", "time_ho
 _FLUSH_BYTES = 1 << 30  # several times any L2 cache; overwriting it takes a GPU of 4 TB/s about 0.3 ms
 _NUM_FLUSHES = 3  # so that the first call of a round too is queued before its turn comes, also by a slow host
 _NUM_ROWS = 48  # of calls in a row
-# Of each name. Few enough that the device never holds the host up: a dispatch waits for the eighth before it
-# (Communicator::slots_agreed), and a mode has up to four kinds of them.
+# Of each operation. So few that the device never delays the host: a dispatch waits for the eighth dispatch before it
+# (Communicator::slots_agreed), and a mode has up to four kinds of dispatches.
 _CALLS_IN_A_ROW = 2
 
 
@@ -39,7 +39,7 @@ class Times:
         microseconds: of each run, on the device that does the work.
         host_microseconds: of each run, until the call returned to the host.
         in_a_row_microseconds: until the call returned to the host, of calls in a row; empty where none were made.
-        default_device_microseconds: the same under `torch.set_default_device`.
+        default_device_microseconds: `in_a_row_microseconds` under `torch.set_default_device`.
     """
 
     microseconds: list[float] = field(default_factory=list)

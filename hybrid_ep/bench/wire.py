@@ -38,7 +38,7 @@ _RANK_SHIFT = 32  # of a destination: (rank << 32) | row
 
 @dataclass(frozen=True)
 class RankWire:
-    """What one rank measured of the wire.
+    """The measurement of the wire on one rank.
 
     Attributes:
         obstacle: why nothing was measured, or None.
@@ -87,7 +87,7 @@ def measure_wire(plan: BenchPlan) -> RankWire:
 
 
 def make_dst_rows(topk_idx: Tensor, num_experts: int, rank: int, num_ranks: int) -> Tensor:
-    """Where this rank's rows go, once to each rank: ``[T, K]`` int64, ``(rank << 32) | row``, or −1.
+    """Returns the destinations of this rank's rows, one for each rank: ``[T, K]`` int64, ``(rank << 32) | row``, or −1.
 
     Every source has a part of each rank's memory to itself, so that nothing need be agreed on.
 

@@ -1,1 +1,1 @@
-"""What every layer shares: geometry, checks, layouts, formats, streams and events."""
+"""Parts that every layer shares: geometry, checks, layouts, formats, streams and events."""

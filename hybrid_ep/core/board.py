@@ -1,4 +1,4 @@
-"""What ranks exchange through the store of their process group: notes, and a rendezvous with a deadline.
+"""The exchange of ranks through the store of their process group: notes, and a rendezvous with a deadline.
 
 The store reaches every rank without the connections that a lost rank has broken. The process that holds it may be lost
 as well, so no access waits for longer than its deadline.

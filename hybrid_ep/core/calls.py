@@ -1,4 +1,4 @@
-"""What all public calls on tensors have in common."""
+"""The decorator of public calls on tensors."""
 
 from __future__ import annotations
 

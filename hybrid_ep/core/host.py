@@ -1,4 +1,4 @@
-"""Which host a process runs on."""
+"""The name of the host that a process runs on."""
 
 from __future__ import annotations
 

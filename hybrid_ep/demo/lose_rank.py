@@ -36,7 +36,7 @@ _NUM_STEPS = 3  # of the survivors
 
 @dataclass(frozen=True)
 class LossResult:
-    """What became of the job.
+    """The outcome of the job.
 
     Attributes:
         victim: the rank that was killed.
@@ -61,7 +61,7 @@ class LossResult:
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong, in words."""
+        """The faults in words; empty = good."""
         found = [
             f"rms error {rms:.2%} {when} the loss; allowed {ALLOWED_RMS:.2%}"
             for when, rms in (("before", self.rms_before), ("after", self.rms_after))
@@ -76,7 +76,7 @@ class LossResult:
 
 @dataclass(frozen=True)
 class _Raised:
-    """What one survivor has seen; times by the clock that all processes share."""
+    """The error and the recovery of one survivor; times by the clock that all processes share."""
 
     named: int | None
     raised_at: float

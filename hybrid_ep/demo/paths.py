@@ -56,7 +56,7 @@ class PhaseLog:
 
 @dataclass(frozen=True)
 class Passage:
-    """What came out of one pass through dispatch, experts and combine.
+    """The outcome of one pass through dispatch, experts and combine.
 
     Attributes:
         output: ``[T, H]`` bf16.

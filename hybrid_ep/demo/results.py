@@ -39,7 +39,7 @@ class PathResult:
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong, in words; empty = good."""
+        """The faults in words; empty = good."""
         found = []
         if not self.worst_of_allowed <= 1:
             found.append(f"an error is {self.worst_of_allowed:.3g} × what is allowed")

@@ -1,4 +1,4 @@
-"""What a demo is asked to do."""
+"""The settings of a demo."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Path:
 
     @property
     def title(self) -> str:
-        """For people."""
+        """Name of the path in tables."""
         names = {
             "buffer": "Buffer",
             "permuted": "HybridEPBuffer",

@@ -53,7 +53,7 @@ class SkewResult:
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong, in words."""
+        """The faults in words; empty = good."""
         if self.rms_error <= ALLOWED_RMS:
             return []
         return [f"skewed router, {self.policy}: rms error {self.rms_error:.2%}; allowed {ALLOWED_RMS:.2%}"]

@@ -39,7 +39,7 @@ FP8_ALLOWED_RMS = _GELU_SLOPE * 2.0**-4
 
 @dataclass(frozen=True)
 class RankCheck:
-    """What one rank found.
+    """The findings of one rank.
 
     Attributes:
         max_error: largest |result − reference|, reference of the tokens before quantisation.

@@ -117,7 +117,7 @@ def model(
 
 
 def _experts(asked: int | None, usual: int, num_ranks: int) -> int:
-    """What was asked for; otherwise the usual number, rounded up to a multiple of the ranks."""
+    """Returns the number asked for; without one the usual number, rounded up to a multiple of the ranks."""
     if asked is not None or num_ranks < 1:
         return usual if asked is None else asked
     return -(-usual // num_ranks) * num_ranks

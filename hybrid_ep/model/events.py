@@ -27,7 +27,7 @@ class DeadlockError(Exception):
 
 
 class Gate:
-    """What processes wait at.
+    """A place at which processes wait.
 
     Args:
         name: of what they wait for.

@@ -84,5 +84,5 @@ class Machine:
 
     @classmethod
     def sources(cls) -> dict[str, str]:
-        """Where each constant comes from."""
+        """Returns the source of each constant."""
         return {constant.name: constant.metadata["source"] for constant in fields(cls)}

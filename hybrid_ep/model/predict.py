@@ -129,7 +129,7 @@ def _network(machine: Machine, traffic: CallTraffic) -> dict[str, float]:
 
 
 def _agreement(question: Question, is_dispatch: bool, one_way: float) -> float:
-    """What all ranks agree on before rows move: counts, then verdicts of a dispatch; that a combine is the same."""
+    """Returns the time for all ranks to agree before rows move: on counts and verdicts, or that combines are equal."""
     machine = question.machine
     header, columns = _C.between_told_words(
         num_domains=question.num_domains, ranks_per_domain=question.num_ranks_per_domain

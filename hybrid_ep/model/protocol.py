@@ -58,7 +58,7 @@ class Ring:
 
 @dataclass(frozen=True)
 class Times:
-    """What steps take, in µs, and rates in bytes per µs.
+    """The times of steps in µs, and rates in bytes per µs.
 
     Attributes:
         build, forward: of a record by a warp, in dispatch.
@@ -89,7 +89,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Faults:
-    """What is done wrong on purpose, to see that the simulation notices.
+    """Mistakes made on purpose, to see that the simulation notices them.
 
     Attributes:
         loses_credits: no credit is returned.
@@ -108,7 +108,7 @@ class Faults:
 
 @dataclass
 class _Stream:
-    """From one peer to another. Chunks are numbered without end."""
+    """The chunks from one peer to another, numbered without end."""
 
     credits: list[int]  # laps that the sender knows to be read, by group
     flags: list[int]  # number + 1 of the chunk in each slot
@@ -141,7 +141,7 @@ class Network:
 
 @dataclass
 class _Batch:
-    """Where tokens of every rank go: ``indices[r][t, d]`` is the index of rank r's token t among those to domain d."""
+    """All ranks' destinations: ``indices[r][t, d]`` is the index of rank r's token t among those to domain d."""
 
     goes: list[NDArray[np.bool_]]
     indices: list[NDArray[np.int64]] = field(init=False)
@@ -255,7 +255,7 @@ class Protocol:
         self.clock.start(self._arrive(a, b, number, num_bytes), first_byte - self.clock.now)
 
     def _arrive(self, a: int, b: int, number: int, num_bytes: float) -> Process:
-        """From the first byte at the port of rank b on."""
+        """Simulates a chunk from its first byte at the port of rank b on."""
         stream, network = self.streams[a, b], self.network
         slowdown = max(network.slowdown[a], network.slowdown[b])
         network.in_free[b] = max(self.clock.now, network.in_free[b]) + num_bytes / self.times.rate * slowdown

@@ -61,7 +61,7 @@ class Question:
         return self.num_domains * self.num_ranks_per_domain
 
     def with_domains(self, num_domains: int) -> Question:
-        """The same with another number of domains; more ranks than experts bring a new expert each."""
+        """Returns the question for another number of domains; more ranks than experts bring a new expert each."""
         num_ranks = num_domains * self.num_ranks_per_domain
         num_experts = -(-self.workload.num_experts // num_ranks) * num_ranks
         return replace(self, num_domains=num_domains, workload=replace(self.workload, num_experts=num_experts))

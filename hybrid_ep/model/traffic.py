@@ -20,7 +20,7 @@ _EXPERT_BYTES, _WEIGHT_BYTES = 8, 4  # of a row that arrives: int64 and float32 
 
 
 class Record(NamedTuple):
-    """What crosses between domains for a token.
+    """The record of a token, which crosses between domains.
 
     Attributes:
         num_bytes: of a record.
@@ -97,7 +97,7 @@ HOPS = ("NVLink out", "NVLink in", "network out", "network in")
 
 @dataclass(frozen=True)
 class CallTraffic:
-    """What a call moves.
+    """The traffic of a call.
 
     Attributes:
         hops: bytes by name of `HOPS`.

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["RankError", "VirtualCluster"]
 
 T = TypeVar("T")
-# What the fork server imports, so that no rank has to. More may be added before the first cluster of a process.
+# Modules that the fork server imports, so that no rank has to. More may be added before the first cluster of a process.
 PRELOADED = ["torch", "torch.distributed", "hybrid_ep.buffers.normal", "hybrid_ep.buffers.hybrid"]
 _START_S = 120.0
 _LEAVE_S = 5.0
@@ -46,7 +46,7 @@ _SHARED_GPUS = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
 class _Setup(NamedTuple):
-    """What a rank needs to begin; `gpu` is None on a CPU, and one that is not in the group makes none."""
+    """The settings with which a rank begins; `gpu` is None on a CPU. A rank outside the group makes no group."""
 
     rank: int
     num_ranks: int
@@ -246,7 +246,7 @@ class VirtualCluster:
 
 @contextlib.contextmanager
 def _sigint_ignored() -> Iterator[None]:
-    """What starts in this block ignores Ctrl-C: a terminal sends it to every process, and the parent ends its ranks."""
+    """Makes processes that start in it ignore Ctrl-C, which a terminal sends to all: the parent ends its ranks."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

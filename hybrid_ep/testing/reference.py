@@ -103,7 +103,7 @@ class Reference:
         bias: tuple[Tensor, ...] = (),
         dtype: torch.dtype = torch.bfloat16,
     ) -> Tensor:
-        """What combine returns on `rank`, by the arithmetic contract of `engine/base.py`, bit for bit.
+        """Returns the result of combine on `rank`, by the arithmetic contract of `engine/base.py`, bit for bit.
 
         Args:
             rank: the source rank.

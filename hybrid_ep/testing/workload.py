@@ -1,4 +1,4 @@
-"""What `hybrid-ep demo` and `hybrid-ep bench` move: tokens and a routing, the same on every machine for one seed.
+"""Tokens and routings of `hybrid-ep demo` and `hybrid-ep bench`, the same on every machine for one seed.
 
 Any rank can make any other rank's batch, so that checks need no communication of their own.
 """
