@@ -1,15 +1,15 @@
 """LogFMT-10 for rows of combine: a sign and one of 511 magnitudes, even steps apart in the logarithm, or zero.
 
-Each block of 128 channels has a header of two float32: ``low``, the logarithm (base 2) of its smallest magnitude but
-zero, and ``step``. Code 0 is zero. Code k is ``2 ** (low + (k - 1) × step)``, and the largest magnitude has code 511
-(source: DeepSeek-AI, "Insights into DeepSeek-V3", section 3.2, LogFMT-nBit). A block whose magnitudes are further than
-2³² apart has low = log2(largest) − 32. A channel takes the code whose value is nearest to it, and not to its
+Each block of 128 channels has a header of two float32: ``low``, the logarithm (base 2) of its smallest nonzero
+magnitude, and ``step``. Code 0 is zero. Code k is ``2 ** (low + (k - 1) × step)``, and the largest magnitude has code
+511 (source: DeepSeek-AI, "Insights into DeepSeek-V3", section 3.2, LogFMT-nBit). A block whose magnitudes are further
+than 2³² apart has low = log2(largest) − 32. A channel takes the code whose value is nearest to it, and not to its
 logarithm, so that rounding has no bias.
 
-With A and a the largest and the smallest magnitude but zero of a block, let D = min(log2(A / a), 32) and
-r = 2 ** (D / 510). A channel x is at most ``|x| × ((r - 1) / (r + 1) + 2⁻¹⁵)`` off, which is never more than 2.18 %.
-Channels below A × 2⁻³² are at most A × 2⁻³³ × (1 + 2⁻¹⁵) off. Magnitudes below 2⁻¹²⁶ become zero. A block with a NaN or
-an infinity comes back as NaN.
+Let A be the largest and a the smallest nonzero magnitude of a block, D = min(log2(A / a), 32) and r = 2 ** (D / 510).
+The error of a channel x is at most ``|x| × ((r - 1) / (r + 1) + 2⁻¹⁵)``, which is never more than 2.18 %. Below
+A × 2⁻³² it is at most A × 2⁻³³ × (1 + 2⁻¹⁵). Magnitudes below 2⁻¹²⁶ become zero. A block with a NaN or an infinity
+comes back as NaN.
 
 Logarithm and power are polynomials whose every step is rounded to float32, so that each engine has the same bits.
 """

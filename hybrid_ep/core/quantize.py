@@ -6,14 +6,14 @@ int32, lowest channel in the lowest byte (source: OCP Microscaling Formats v1.0,
 
 NVFP4 keeps a channel as e2m1: a sign and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6. Two are in a byte, the lower channel in
 the low half. Each block of 16 channels has an e4m3 scale. A tensor has one float32 scale, which brings the scales of
-blocks into e4m3's range: ``value × block scale / global scale`` gives a channel back. With A = the block's amax, a
-channel is at most ``A/6 × 17/16 + 6 × 2⁻¹⁰ / global scale`` off. Half the widest gap of e2m1 is 1. A block scale is
-rounded by at most 1/16 of itself, or where it is subnormal by at most 2⁻¹⁰.
+blocks into e4m3's range: ``value × block scale / global scale`` gives a channel back. Let A be the
+largest magnitude of a block. The error of a channel is at most ``A/6 × 17/16 + 6 × 2⁻¹⁰ / global scale``: half the
+widest gap of e2m1 is 1, and a block scale is rounded by at most 1/16 of itself, or by at most 2⁻¹⁰ if it is subnormal.
 
 With `Nvfp4Format(ue8m0=True)` the scale of a block is a power of two, as its biased exponent in a byte. It is rounded
-up, to less than twice A/6, so a channel is at most ``A/3`` off, or ``6 × 2⁻¹²⁶ / global scale`` where that is more. In
-either form a block with a NaN has the scale NaN, and comes back as NaN. An infinity comes back as
-the largest value, and with UE8M0 as an infinity.
+up, to less than twice A/6. So the error of a channel is at most the larger of ``A/3`` and ``6 × 2⁻¹²⁶ / global scale``.
+In either form a block with a NaN has the scale NaN, and comes back as NaN. An infinity comes back as the largest value,
+and with UE8M0 as an infinity.
 """
 
 from __future__ import annotations

@@ -228,7 +228,7 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _leave_experts_alone(parent: nn.Module, name: str, model: nn.Module | None) -> None:
-    """When `DistributedDataParallel` takes a model: makes it leave the experts out.
+    """Makes `DistributedDataParallel` leave the experts of a model out.
 
     Raises:
         ConfigError: copies of the experts on other ranks would drift apart.

@@ -44,7 +44,7 @@ class MoELayer(nn.Module):
         layer: of the placement.
         num_spare: B, spare slots of each rank for ``"online"``; as many as it has experts balance every routing.
         tolerance: ε for ``"online"``, 0 … 10⁶: a rank may receive (1 + ε) times the mean of its domain. Replicas are
-            made for what is beyond. A small one saves the copy of experts that would take longer than it gains.
+            made for copies beyond that. A small tolerance saves copies of experts that take longer than they gain.
         weight_buffer: another buffer of the same ranks, which moves the weights of replicas on its communication
             stream while `buffer` dispatches, and their gradients during the backward pass of the dispatch. None:
             `buffer` moves them, before the dispatch.

@@ -213,7 +213,7 @@ class _Replicas:
         Raises:
             ConfigError: a weight has changed since the forward pass.
         """
-        # Autograd does not see it: the memory is written by other passes, and DTensors count their changes themselves.
+        # Autograd sees no such change: other passes write the memory, and DTensors count their own changes.
         if _versions_of(self._experts) != self._versions:
             raise ConfigError(
                 "the experts' weights have changed since the forward pass; allowed: to change them, as an optimizer's "
@@ -238,10 +238,10 @@ def _versions_of(experts: Experts) -> list[int]:
 
 
 class _OnHost:
-    """A small tensor on its way to the host, which waits for it where it reads it.
+    """A small tensor that is copied to the host. The host waits for the copy when it reads the tensor.
 
     Args:
-        tensor: written on the current stream. In a CUDA graph the copy begins where it is read.
+        tensor: written on the current stream. In a CUDA graph the copy begins when it is read.
     """
 
     def __init__(self, tensor: Tensor) -> None:
