@@ -119,6 +119,22 @@ def test_paths_exist(page: Path) -> None:
         assert (ROOT / module.replace(".", "/")).with_suffix(".py").exists(), module
 
 
+def test_messages_are_those_of_the_code() -> None:
+    """Each part of a message between two values is in a string of the sources."""
+    files = [*ROOT.glob("hybrid_ep/**/*.py"), *ROOT.glob("csrc/**/*.cpp")]
+    sources = re.sub(r'"\s*f?"', "", "\n".join(file.read_text() for file in files))
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    messages = [
+        message
+        for table in re.findall(r"^\| message \|.*\n((?:\|.*\n)+)", page, re.M)
+        for row in table.splitlines()[1:]
+        for message in re.findall(r"`([^`]+)`", row.split(" | ")[0])
+    ]
+    assert len(messages) > 15
+    parts = [part.strip(" :;,()") for message in messages for part in re.split(r"…|\b[ABN]\b|\b\d+\b", message)]
+    assert [part for part in parts if part not in sources] == []
+
+
 @each_page
 def test_blocks_have_lines_of_their_own(page: Path) -> None:
     assert not re.findall(r"^\s*```.*```", page.read_text(), re.M)
