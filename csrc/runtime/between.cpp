@@ -1,18 +1,12 @@
 #include "runtime/between.h"
 
-#include <algorithm>
-
 #include "common/check.h"
 #include "common/cuda_check.h"
 #include "common/device_guard.h"
 #include "runtime/proxy_call.h"
+#include "runtime/sm_model.h"
 
 namespace hybrid_ep {
-namespace {
-
-constexpr int kDefaultSms = 16;  // the network is slower than NVLink, which 8 to 16 fill
-
-}  // namespace
 
 RecordLayout record_of(const DispatchShape& plan) {
   const RowFormat& format = plan.format;
@@ -43,10 +37,6 @@ BetweenCommunicator::BetweenCommunicator(Communicator& domain, const Grid& grid,
 
 BetweenDomain BetweenCommunicator::between_domain() const { return {grid_, domain_.domain(), layout_, link_}; }
 
-int BetweenCommunicator::num_sms(int asked) const {
-  return std::min({asked > 0 ? asked : kDefaultSms, domain_.num_device_sms(), kMaxCtas});
-}
-
 uint32_t BetweenCommunicator::dispatch(const DispatchShape& plan, const DispatchTensors& tensors, int held_capacity,
                                        int handle, int slot_idx, cudaStream_t stream) {
   const DeviceGuard guard(domain_.device());
@@ -68,7 +58,8 @@ uint32_t BetweenCommunicator::dispatch(const DispatchShape& plan, const Dispatch
                          plan.num_tokens, plan.num_topk, plan.num_experts, tensors.route, params.parts},
                         stream);
   }
-  launch_in_proxy_call(proxy_, link_, stream, [&] { kernels_.dispatch(params, num_sms(plan.num_sms), stream); });
+  launch_in_proxy_call(proxy_, link_, stream,
+                       [&] { kernels_.dispatch(params, between_sms(plan.num_sms, domain_.num_device_sms()), stream); });
   return params.counts_epoch;
 }
 
@@ -78,7 +69,8 @@ void BetweenCommunicator::stream_chunks(int num_chunks, uint32_t chunk_bytes, in
           chunk_bytes, "multiples of 16 up to 262144");
   const DeviceGuard guard(domain_.device());
   launch_in_proxy_call(proxy_, link_, stream, [&] {
-    kernels_.stream_chunks({between_domain(), num_chunks, chunk_bytes}, this->num_sms(num_sms), stream);
+    kernels_.stream_chunks({between_domain(), num_chunks, chunk_bytes}, between_sms(num_sms, domain_.num_device_sms()),
+                           stream);
   });
 }
 
@@ -96,7 +88,8 @@ void BetweenCommunicator::combine(const CombinePlan& plan, const CombineTensors&
   params.record = record_of(plan);
   params.route = tensors.route;
   params.parts = BetweenRoute::of(grid_, plan.num_tokens, plan.num_topk, plan.num_experts, held_capacity);
-  launch_in_proxy_call(proxy_, link_, stream, [&] { kernels_.combine(params, num_sms(plan.num_sms), stream); });
+  launch_in_proxy_call(proxy_, link_, stream,
+                       [&] { kernels_.combine(params, between_sms(plan.num_sms, domain_.num_device_sms()), stream); });
 }
 
 }  // namespace hybrid_ep

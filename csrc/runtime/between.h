@@ -39,7 +39,6 @@ class BetweenCommunicator {
 
  private:
   BetweenDomain between_domain() const;
-  int num_sms(int asked) const;
 
   Communicator& domain_;
   const Grid grid_;

@@ -65,6 +65,8 @@ int dispatch_sms(int asked, int num_ranks, bool is_hopper, int num_device_sms) {
 
 int combine_sms(int asked, int num_device_sms) { return num_sms(asked, kDefaultSms, num_device_sms); }
 
+int between_sms(int asked, int num_device_sms) { return num_sms(asked, kDefaultSms, num_device_sms); }
+
 int window_bytes(bool is_hopper) { return is_hopper ? kWindowBytes : 0; }
 
 int expert_sms(int asked, int num_combine_sms, int num_topk, int num_ranks, int num_device_sms) {
