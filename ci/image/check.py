@@ -166,6 +166,8 @@ def check_k8s(image: Image) -> None:
     """
     seen = image.output("bash", "-c", script)
     expect("\nsound\n" in seen and seen.endswith("refused: 1\n") and "arggs" in seen, "sound, then refused", seen)
+    unread = image.output("find", "/usr/local/lib", "-path", "*/kubernetes-json-schema/*-local", "-prune")
+    expect(not unread, "schemas that are not strict are left out: nothing reads them", unread.split())
 
 
 def check_modules(image: Image) -> None:
