@@ -5,7 +5,7 @@
 namespace hybrid_ep {
 namespace {
 
-template __global__ void combine_between_kernel<GinLink>(const __grid_constant__ CombineBetweenParams params);
+template __global__ void combine_between_kernel<GinLink, 1, false>(const __grid_constant__ CombineBetweenParams params);
 
 }  // namespace
 }  // namespace hybrid_ep

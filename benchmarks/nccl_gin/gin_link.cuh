@@ -27,6 +27,8 @@ __device__ __constant__ GinState gin_state;
 
 class GinLink {
  public:
+  static constexpr int kMostDomains = kMaxDomains;
+
   __device__ GinLink(const LinkView& view, int writer)
       : view_(view), gin_(gin_state.comm, writer % static_cast<int>(gin_state.comm.ginContextCount)) {}
 
@@ -80,7 +82,10 @@ class GinLink {
     return true;
   }
 
-  __device__ bool has_failed() const { return *static_cast<volatile uint32_t*>(gin_state.comm.abortFlag) != 0; }
+  // NCCL does not say which peer is lost.
+  __device__ uint32_t failure() const {
+    return *static_cast<volatile uint32_t*>(gin_state.comm.abortFlag) != 0 ? failure_word(-1) : 0;
+  }
 
  private:
   __device__ uint64_t load(uint32_t idx) const { return gin_.readSignal(gin_state.words, sizeof(uint64_t) * idx); }
