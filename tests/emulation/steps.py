@@ -190,6 +190,13 @@ STEPS = [
         (4, _ROUND_TRIP, Case("2x2_long", 4, 160, hidden=2048, num_experts=4, topk=4, num_ranks_per_domain=2)),
     ),
     Step(
+        "records without partial rows end in order",
+        _DOMAIN_SUMS,
+        "walk.is_done() && num_open_ > 0",
+        "false",
+        (4, _IN_DOMAINS, 2, "multi_gpu.late_errors.check_overflow"),
+    ),
+    Step(
         "wait for own sums",
         _HOME_SUMS,
         "ptx::load_acquire_gpu(own_epoch_ + chunk) == epoch_",

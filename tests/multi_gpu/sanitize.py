@@ -3,7 +3,8 @@
     compute-sanitizer --tool memcheck python -m tests.multi_gpu.sanitize [RANK NUM_RANKS STORE]
 
 STORE is a file that does not exist yet, through which the ranks meet. Without ranks one process sends to itself, which
-runs every line of the kernels except the loops over peers.
+runs every line of the kernels except the loops over peers. HYBRID_EP_NUM_RANKS_PER_DOMAIN=1 makes each of two ranks a
+domain.
 """
 
 from __future__ import annotations

@@ -53,11 +53,12 @@ class DomainSums {
       const int destination = destination_here(next_destination_);
       if (!rows_are_here(destination)) return false;
       const uint8_t* rows[1] = {find_row(domain_, destination, params_.rows, params_.slot.rows, params_.row_bytes)};
+      walk = SourceWalk<1, uint8_t>(rows);
+      if (walk.is_done() && num_open_ > 0) return false;  // rows end in order, and this one needs no load
       row_ = domain_ << kIndexBits | next_index_++;
       if (__popc(__ballot_sync(kAllLanes, rows[0] != nullptr)) == 1) row_ |= kIsCopy;
       ++num_open_;
       if (next_index_ < part_end_) next_destination_ = load_destination(domain_, next_index_);
-      walk = SourceWalk<1, uint8_t>(rows);
       if (!walk.is_done()) return true;
       store_nothing(*this, row_);
     }

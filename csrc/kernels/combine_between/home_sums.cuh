@@ -60,6 +60,8 @@ class HomeSums {
       const uint8_t* rows[kSourcesPerLane];
 #pragma unroll
       for (int q = 0; q < kSourcesPerLane; ++q) rows[q] = find_row(q);
+      walk = SourceWalk<kSourcesPerLane, uint8_t>(rows);
+      if (walk.is_done() && num_open_ > 0) return false;  // tokens end in order, and this one needs no load
       if (params_.num_weights > 0) {
         const float* weights[kSourcesPerLane];
 #pragma unroll
@@ -70,7 +72,6 @@ class HomeSums {
       token_ = next_token_;
       note_open();
       advance();
-      walk = SourceWalk<kSourcesPerLane, uint8_t>(rows);
       if (!walk.is_done()) return true;
       store_nothing(*this, token_);
     }
