@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds the extension for this host's GPUs and runs every test that needs them: ci/test_gpu.sh [PYTHON] [pytest options]
-# A small case then runs under compute-sanitizer: on one rank, and on two that write to each other.
+# A small case then runs under compute-sanitizer: on one rank, on two that write to each other, and on two domains.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${1:-python3}
@@ -22,9 +22,13 @@ for tool in memcheck racecheck; do
   module=("$python" -m tests.multi_gpu.sanitize)
   "${sanitize[@]}" "${module[@]}" &>"$out/$tool-1.log" &
   runs+=($!)
-  for rank in 0 1; do
-    "${sanitize[@]}" --report-api-errors no "${module[@]}" "$rank" 2 "$out/$tool.store" &>"$out/$tool-2-$rank.log" &
-    runs+=($!)
+  for size in 2 1; do  # ranks of a domain
+    for rank in 0 1; do
+      HYBRID_EP_NUM_RANKS_PER_DOMAIN=$size HYBRID_EP_TRANSPORT=loopback \
+        "${sanitize[@]}" --report-api-errors no "${module[@]}" "$rank" 2 "$out/$tool-$size.store" \
+        &>"$out/$tool-2-$size-$rank.log" &
+      runs+=($!)
+    done
   done
 done
 failed=0

@@ -146,12 +146,11 @@ class LowLatencyHandle:
         [0, 1]
 
     Args:
-        make_tables: returns `src_info` and `layout_range`; called when one of them is first asked for.
+        tables: `src_info` and `layout_range`, or a function that returns them; called when one is first asked for.
         num_max_tokens_per_rank, hidden, num_experts, grid, memory, state: as above.
     """
 
     __slots__ = (
-        "_make_tables",
         "_tables",
         "grid",
         "hidden",
@@ -163,7 +162,7 @@ class LowLatencyHandle:
 
     def __init__(
         self,
-        make_tables: Callable[[], tuple[Tensor, Tensor]],
+        tables: tuple[Tensor, Tensor] | Callable[[], tuple[Tensor, Tensor]],
         num_max_tokens_per_rank: int,
         hidden: int,
         num_experts: int,
@@ -171,8 +170,7 @@ class LowLatencyHandle:
         memory: Tensor,
         state: Any,
     ) -> None:
-        self._make_tables = make_tables
-        self._tables: tuple[Tensor, Tensor] | None = None
+        self._tables = tables
         self.num_max_tokens_per_rank, self.hidden, self.num_experts = num_max_tokens_per_rank, hidden, num_experts
         self.grid, self.memory, self.state = grid, memory, state
 
@@ -188,8 +186,8 @@ class LowLatencyHandle:
 
     @property
     def _found_tables(self) -> tuple[Tensor, Tensor]:
-        if self._tables is None:
-            self._tables = self._make_tables()
+        if not isinstance(self._tables, tuple):
+            self._tables = self._tables()
         return self._tables
 
     def __len__(self) -> int:

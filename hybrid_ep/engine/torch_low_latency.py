@@ -76,7 +76,7 @@ class TorchLowLatency:
         call = exchange.take_number()
         state = _State(topk_idx, [], exchange.handle_number(call))
         sizes = num_max_tokens_per_rank, hidden, num_experts
-        handle = LowLatencyHandle(lambda: (src_info, layout_range), *sizes, grid, count, state)
+        handle = LowLatencyHandle((src_info, layout_range), *sizes, grid, count, state)
 
         def finish() -> None:
             rows = _quantised(data, fmt, global_scale)

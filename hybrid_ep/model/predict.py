@@ -19,8 +19,8 @@ from hybrid_ep.model.traffic import CallTraffic, Rows, expected_rows, traffic_of
 
 __all__ = ["Prediction", "predict"]
 
-_PUSH_WARPS = 3  # of a CTA that send, and as many that forward: csrc/kernels/dispatch_between, combine_between
-_DISPATCH_THREADS = 192  # of a CTA of dispatch_between, whose warps publish and read
+_PUSH_WARPS = 3  # three that take whole chunks stand for the eight of a CTA, which take parts of them
+_DISPATCH_THREADS = 512  # of a CTA of dispatch_between, whose warps publish and read
 _KB_US = 1e3  # bytes per µs at 1 GB/s
 _WORK_REQUESTS_PER_CHUNK = 2  # the chunk and its flag
 

@@ -19,7 +19,8 @@ from hybrid_ep.model.traffic import expected_rows, traffic_of
 
 __all__ = ["Tail", "check_seed", "ring_of", "simulate_tail", "times_of"]
 
-# Of a CTA: csrc/kernels/dispatch_between, combine_between.
+# Of a CTA. The kernels have eight warps that send, and five and four that sum. Theirs take parts of chunks. These take
+# whole chunks, so fewer of them stand for those.
 _SEND_WARPS = 3  # and as many that forward
 _DOMAIN_WARPS, _HOME_WARPS = 6, 4
 _KB_US = 1e3  # bytes per µs at 1 GB/s
