@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
@@ -51,9 +52,15 @@ World& world() {
 }
 
 // What a test lets go wrong here: no put is complete any more, or flags are not written.
-bool has_fault(const char* fault) {
+enum class Fault { kNone, kStopped, kWithoutSignals };
+std::atomic<Fault> fault = Fault::kNone;
+
+// Reads it from the environment. At each put, while the host waits for the kernel: then Python changes no variable,
+// which a thread that reads them must not meet.
+void read_fault() {
   const char* given = std::getenv("HYBRID_EP_EMULATION_NVSHMEM");
-  return given != nullptr && std::strcmp(given, fault) == 0;
+  const std::string name = given == nullptr ? "" : given;
+  fault = name == "stopped" ? Fault::kStopped : name == "without signals" ? Fault::kWithoutSignals : Fault::kNone;
 }
 
 void carry_out_puts() {
@@ -69,9 +76,9 @@ void carry_out_puts() {
     const Put put = w.puts[chosen];
     w.puts.erase(w.puts.begin() + static_cast<std::ptrdiff_t>(chosen));
     lock.unlock();
-    while (has_fault("stopped")) std::this_thread::sleep_for(kPause);
+    while (fault == Fault::kStopped) std::this_thread::sleep_for(kPause);
     if (put.num_bytes > 0) std::memcpy(put.to, put.from, put.num_bytes);
-    if (!has_fault("without signals")) __atomic_store_n(put.flag, put.word, __ATOMIC_RELEASE);
+    if (fault != Fault::kWithoutSignals) __atomic_store_n(put.flag, put.word, __ATOMIC_RELEASE);
     lock.lock();
     --w.num_open;
     w.changed.notify_all();
@@ -157,6 +164,7 @@ void nvshmem_putmem_signal_nbi(void* to, const void* from, size_t num_bytes, uin
                                int pe) {
   World& w = world();
   uint8_t* target = num_bytes == 0 ? nullptr : at_peer(static_cast<uint8_t*>(to), pe);
+  read_fault();
   const std::lock_guard lock(w.mutex);
   w.puts.push_back({target, static_cast<const uint8_t*>(from), num_bytes, at_peer(flag, pe), word});
   ++w.num_open;
