@@ -174,11 +174,7 @@ class LowLatencyCalls(LowLatencyArguments):
             rows, counts, handle, finish = repeat(x, topk_idx, x_global_scale, waits)
             if stats is not None:
                 finish = _then_add(finish, counts, stats)
-            hook = None
-            if return_recv_hook:
-                hook = _ReceiveHook(self, finish)
-            else:
-                self._receive(engine, finish)
+            hook = self._receive_or_return(engine, finish, return_recv_hook)
             return _as_returned(rows, use_nvfp4), counts, handle, EventOverlap(), hook
         try:
             if given not in self._passed:
@@ -214,11 +210,7 @@ class LowLatencyCalls(LowLatencyArguments):
             rows, counts, handle, finish = engine.low_latency_dispatch(request)
             if stats is not None:
                 finish = _then_add(finish, counts, stats)
-            hook = None
-            if return_recv_hook:
-                hook = _ReceiveHook(self, finish)
-            else:
-                self._receive(engine, finish)
+            hook = self._receive_or_return(engine, finish, return_recv_hook)
         event = self._comm_stream.finish(None, async_finish, (*tensors, *rows, handle.memory))
         is_plain = not async_finish and request.data is x and request.topk_idx is topk_idx
         if is_plain and given in self._passed:
@@ -352,11 +344,7 @@ class LowLatencyCalls(LowLatencyArguments):
                 return_recv_hook,
             )
             finish = engine.low_latency_combine(request, handle)
-            hook = None
-            if return_recv_hook:
-                hook = _ReceiveHook(self, finish)
-            else:
-                self._receive(engine, finish)
+            hook = self._receive_or_return(engine, finish, return_recv_hook)
         tensors = (x, topk_idx, topk_weights, handle.memory, out, waits, signals and signals.raised)
         return out, self._comm_stream.finish(None, async_finish, tensors), hook
 
@@ -461,6 +449,13 @@ class LowLatencyCalls(LowLatencyArguments):
 
     def raise_pending(self) -> None:
         self._finish(super().raise_pending)
+
+    def _receive_or_return(self, engine: Engine, finish: Hook, return_recv_hook: bool) -> Hook | None:
+        """Receives, or returns the hook that does."""
+        if return_recv_hook:
+            return _ReceiveHook(self, finish)
+        self._receive(engine, finish)
+        return None
 
     def _receive(self, engine: Engine, finish: Hook) -> None:
         """Receives. If lost ranks are only masked, completes the call without them."""
