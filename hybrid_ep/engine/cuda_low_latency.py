@@ -9,7 +9,7 @@ a lost rank out by themselves. A call whose `finish` raises has been launched ne
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +31,7 @@ from hybrid_ep.engine.calls import (
 from hybrid_ep.engine.cuda_compare import compare_calls, compare_first_calls, refuse_first_call
 from hybrid_ep.engine.cuda_faults import low_latency_counter
 from hybrid_ep.engine.cuda_low_latency_empty import launch_refused_combine, launch_without_tokens
-from hybrid_ep.engine.cuda_low_latency_faults import LowLatencyFaults, is_loss
+from hybrid_ep.engine.cuda_low_latency_masks import LowLatencyMasks
 from hybrid_ep.engine.cuda_low_latency_region import Buffers, Region, set_last_call
 from hybrid_ep.engine.cuda_order import LaunchOrder
 from hybrid_ep.engine.cuda_plan import LowLatencyPlan, plan_low_latency
@@ -66,17 +66,12 @@ class _State:
     is_received: bool = False
 
 
-class CudaLowLatency(LowLatencyFaults):
+class CudaLowLatency(LowLatencyMasks):
     """The low-latency calls over one region of symmetric memory, which is made by the first call and grows.
-
-    Attributes:
-        lately_masked: ranks that have been masked at any time since the last barrier.
-        refusal: the error of every further call and hook; None: they are allowed.
 
     Args:
         roll_call: rendezvous of the domain's ranks.
-        grid, device, communicator, losses, board, error_of, timeout_s: as in `LowLatencyFaults`.
-        order: orders the engine's launches.
+        grid, device, communicator, order, losses, board, error_of, timeout_s: as in `LowLatencyMasks`.
         number: number of the buffer on its group.
         everyone: rendezvous of the ranks of all domains; None: there is one domain.
     """
@@ -96,17 +91,9 @@ class CudaLowLatency(LowLatencyFaults):
         timeout_s: float | None,
         everyone: RollCall | None = None,
     ) -> None:
-        super().__init__(grid, device, communicator, losses, board, error_of, timeout_s)
-        self._roll_call, self._order = roll_call, order
+        super().__init__(grid, device, communicator, order, losses, board, error_of, timeout_s)
+        self._roll_call = roll_call
         self._everyone = roll_call if everyone is None else everyone
-        self.refusal: HybridEPError | None = None
-        self.lately_masked: set[int] = set()
-        self._has_stale_masks = False
-        # The device's answer to the last `masks`: for each masked rank the round in which it was asked, otherwise 0. A
-        # round begins whenever ranks are unmasked. The device holds its number, for replays of graphs.
-        self._told = torch.zeros(grid.num_ranks, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._round, self._unmasked_in = 1, [1] * grid.num_ranks
-        self._round_there = torch.ones(1, dtype=torch.int32, device=device)
         self._num_cleanings = 0
         self._number, self._num_regions = number, 0  # that have been made
         self._dispatches, self._combines = Buffers(), Buffers()
@@ -212,25 +199,17 @@ class CudaLowLatency(LowLatencyFaults):
             data = aligned(data)
         stream = self._begin()
         state.chunk.note_use(stream)
+
+        def summed() -> tuple[int, int, int, int]:  # a function holds the tensors until the hook has run
+            return topk_idx.data_ptr(), weights.data_ptr(), target.data_ptr(), num_tokens
+
+        sent = native, idx, data.data_ptr(), state.results
         if signals is None and not return_recv_hook:
-            region.combine_rows(
-                native,
-                idx,
-                data.data_ptr(),
-                state.results,
-                topk_idx.data_ptr(),
-                weights.data_ptr(),
-                target.data_ptr(),
-                num_tokens,
-                use_logfmt,
-                request.min_tokens_to_sum,
-                address(wait_stats),
-                stream,
-            )
+            region.combine_rows(*sent, *summed(), use_logfmt, request.min_tokens_to_sum, address(wait_stats), stream)
             buffers.note_done()
             return self._end_of_combine(out, target)
 
-        rows = native, idx, data.data_ptr(), state.results, weights.data_ptr(), num_tokens, use_logfmt
+        rows = *sent, weights.data_ptr(), num_tokens, use_logfmt
         if signals is None:
             region.return_rows(*rows, request.min_tokens_to_sum, address(wait_stats), stream)
         else:
@@ -248,18 +227,7 @@ class CudaLowLatency(LowLatencyFaults):
         def finish() -> None:
             at = self._begin() if return_recv_hook else stream
             state.chunk.note_use(at)
-            region.sum_rows(
-                native,
-                idx,
-                state.results,
-                topk_idx.data_ptr(),
-                weights.data_ptr(),
-                target.data_ptr(),
-                num_tokens,
-                use_logfmt,
-                address(wait_stats),
-                at,
-            )
+            region.sum_rows(native, idx, state.results, *summed(), use_logfmt, address(wait_stats), at)
             buffers.note_received(idx)
             self._end_of_combine(out, target)()
 
@@ -308,113 +276,6 @@ class CudaLowLatency(LowLatencyFaults):
     def has_made(self, handle: LowLatencyHandle) -> bool:
         """Whether a dispatch of this class has returned the handle."""
         return isinstance(handle.state, _State)
-
-    def set_masked(self, ranks: Iterable[int], masked: bool) -> None:
-        self.note_told()
-        if masked:
-            self.masked.update(ranks)
-        else:
-            self._unmask(ranks)
-        self.lately_masked |= self.masked
-        self.upload_masks()
-
-    def leave_out(self, peer: int, set_masked: Callable[[Iterable[int], bool], None]) -> None:
-        """Goes on without a lost rank, if the others do not go on without this one: see `Losses`.
-
-        Args:
-            peer: the lost rank.
-            set_masked: masks ranks at the engine.
-        """
-        if self.refusal is not None:
-            return
-        set_masked([peer], True)
-        if self.only_masks_lost:
-            return
-        refusal = self.refusal = self._losses.report(peer)
-        if refusal is None:
-            set_masked(self._losses.left_out, True)
-        elif refusal.peer is not None:
-            set_masked(range(self._grid.num_ranks), False)  # for the rendezvous after a cleaning
-
-    def note_losses(self) -> None:
-        """Masks a rank that a kernel has reported as given up, and raises any other fault.
-
-        The host does not wait for kernels.
-        """
-        held, self._held = self._held, None
-        if held is not None and not (isinstance(held, TransportError) and held.peer in self.masked):
-            raise held
-        fault = self._take_fault()
-        if fault is None:
-            overflow, self._overflow = self._overflow, None
-            if overflow is not None:
-                raise overflow
-            return
-        if is_loss(fault):
-            self.masked.add(fault.peer)
-            self.lately_masked.add(fault.peer)
-            return
-        self.upload_masks()
-        raise self._error_of(fault)
-
-    def masks(self) -> Tensor:
-        """``[R]`` int32 on the device: ranks that the host has masked, or a kernel on the current stream.
-
-        The host does not wait. It reads the masks of kernels at the next `note_told`.
-        """
-        if self._has_stale_masks:
-            self.upload_masks()
-        masks = self._masks_of_host()
-        if not self._regions:
-            return masks
-        self._order.begin()
-        for region in self._regions:
-            masks = torch.maximum(masks, region.masks)
-        self._told.copy_(masks * self._round_there, non_blocking=True)
-        return masks
-
-    def note_told(self) -> set[int]:
-        """Masks the ranks that the last `masks` has reported, and returns all that are masked.
-
-        An answer of an earlier round may come after a rank was unmasked. It does not count for this rank.
-        """
-        told = enumerate(self._told.tolist())
-        self.masked.update(r for r, asked_in in told if asked_in >= self._unmasked_in[r])
-        self.lately_masked |= self.masked
-        return self.masked
-
-    def upload_masks(self) -> None:
-        """Makes the kernels leave out the ranks that the host has masked, and no others: see `only_masks_lost`.
-
-        A capture cannot do that: the next call outside of one does.
-        """
-        self._has_stale_masks = is_capturing(self._index)
-        if self._has_stale_masks:
-            return
-        masks = self._masks_of_host()
-        self._order.begin()
-        for region in self._regions:
-            region.masks.copy_(torch.maximum(masks, region.masks) if self.only_masks_lost else masks)
-        self._round_there.fill_(self._round)
-        self._order.end()
-
-    def _masks_of_host(self) -> Tensor:
-        masks = [int(r in self.masked) for r in range(self._grid.num_ranks)]
-        return torch.tensor(masks, dtype=torch.int32, device="cpu").to(self._device, non_blocking=True)
-
-    def _unmask(self, ranks: Iterable[int]) -> None:
-        ranks = list(ranks)
-        self.masked.difference_update(ranks)
-        self._round += 1
-        for r in ranks:
-            self._unmasked_in[r] = self._round
-        if is_capturing(self._index):
-            return
-        self._order.begin()
-        for region in self._regions:
-            for r in ranks:
-                region.masks[r : r + 1].zero_()
-        self._order.end()
 
     def reset(self, number: int) -> None:
         """Forgets all calls, so that ranks which have made different ones can begin together; no call is running.

@@ -27,7 +27,7 @@ __all__ = ["LowLatencyFaults", "is_loss"]
 
 
 class LowLatencyFaults(abc.ABC):
-    """The faults of the low-latency calls of one buffer; the calls and the masks are in `CudaLowLatency`.
+    """The faults of the low-latency calls of one buffer. `LowLatencyMasks` has the masks, `CudaLowLatency` the calls.
 
     Attributes:
         masked: ranks that calls leave out.

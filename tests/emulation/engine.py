@@ -59,6 +59,7 @@ def install(module_path: str) -> None:
         cuda_low_latency,
         cuda_low_latency_between,
         cuda_low_latency_faults,
+        cuda_low_latency_masks,
         cuda_order,
         cuda_route,
         select,
@@ -70,7 +71,7 @@ def install(module_path: str) -> None:
     choice._nvshmem_state = lambda: TransportState("nvshmem", True, None, "", dist.get_world_size())
     for module in (arena, cuda_between, cuda_order, cuda_route):
         module.current_raw_stream = lambda _: 0
-    of_low_latency = (cuda_low_latency, cuda_low_latency_between, cuda_low_latency_faults)
+    of_low_latency = (cuda_low_latency, cuda_low_latency_between, cuda_low_latency_faults, cuda_low_latency_masks)
     for module in (arena, cuda_between, cuda_engine, *of_low_latency, cuda_order):
         module.is_capturing = lambda _: False
     cuda_engine.torch = cuda_between.torch = _TorchOnCpu("torch on the CPU")

@@ -24,6 +24,11 @@ __device__ int parts_per_chunk(const RecordLayout& layout) {
 __device__ int part_of(const RecordLayout& layout, int record) {
   return record / layout.per_chunk * parts_per_chunk(layout) + record % layout.per_chunk / kRowsOfPart;
 }
+// Where the part ends that begins with a record.
+__device__ int end_of_part(const RecordLayout& layout, int begin, int num_records) {
+  const int chunk_end = (begin / layout.per_chunk + 1) * layout.per_chunk;
+  return min(begin + kRowsOfPart, min(chunk_end, num_records));
+}
 __device__ int first_record(const RecordLayout& layout, int part) {
   const int num_parts = parts_per_chunk(layout);
   return part / num_parts * layout.per_chunk + part % num_parts * kRowsOfPart;

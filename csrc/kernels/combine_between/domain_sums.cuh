@@ -173,15 +173,10 @@ class DomainSums {
   __device__ void begin_part(int domain, int begin, int num_records) {
     domain_ = domain;
     next_index_ = begin;
-    part_end_ = end_of_part(begin, num_records);
+    part_end_ = end_of_part(params_.record, begin, num_records);
     turn_ = domain + 1;
     next_destination_ = load_destination(domain, begin);
     has_slot_ = false;
-  }
-
-  __device__ int end_of_part(int begin, int num_records) const {
-    const int per_chunk = params_.record.per_chunk, chunk_end = (begin / per_chunk + 1) * per_chunk;
-    return min(begin + kRowsOfPart, min(chunk_end, num_records));
   }
 
   // Whether the slot of the warp's part is free; waits for it if the warp holds no rows. Collective.
@@ -275,13 +270,13 @@ class DomainSums {
     return reinterpret_cast<const T*>(between.domain.arena[between.domain.rank] + offset) + row * width;
   }
 
-  // Makes stored_ the part of a row, which begins there if it is another one.
+  // Makes stored_ the part of a row. Rows end in order, so the first row of a new part is its begin.
   __device__ void note_stored(int row) {
     row &= ~kIsCopy;
     if (row >= stored_.begin && row < stored_.end) return;
     const int domain = domain_of(row), begin = index_of(row), per_chunk = params_.record.per_chunk;
     const int chunk = begin / per_chunk, in_chunk = begin % per_chunk, num_records = this->num_records(domain);
-    stored_ = {row,     row - begin + end_of_part(begin, num_records),
+    stored_ = {row,     row - begin + end_of_part(params_.record, begin, num_records),
                chunk,   min(per_chunk, num_records - begin + in_chunk),
                nullptr, 0};
     if (is_own(domain)) {
