@@ -11,9 +11,10 @@ namespace hybrid_ep {
 // Returns true in the last CTA of the grid, which then sees the writes of all CTAs.
 __device__ inline bool finish_cta(ControlBlock& own, bool ok) {
   __shared__ bool is_last;
-  ok = __syncthreads_and(ok);
+  // NOTE: not __syncthreads_and(ok): where one thread alone uses the result, ptxas 13.0 lets it arrive twice.
+  if (!ok) own.failed = 1;
+  __syncthreads();
   if (threadIdx.x == 0) {
-    if (!ok) own.failed = 1;
     ptx::fence_acq_rel_system();
     is_last = ptx::add_acq_rel_gpu(&own.finished_ctas, 1) == gridDim.x - 1;
   }
