@@ -194,6 +194,7 @@ class PartsHome {
   // Shares with the warp what lane 0 has seen: whether the slot is free. Collective.
   __device__ bool note_free(const Record& part, bool is_free) const {
     is_free = __all_sync(kAllLanes, is_free);
+    __syncwarp();  // all lanes have read the count; a vote orders no memory
     if (is_free && threadIdx.x % 32 == 0) num_free(part) = part.chunk + stream(part).num_with_credit(part.chunk);
     __syncwarp();
     return is_free;
