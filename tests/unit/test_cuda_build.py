@@ -27,6 +27,7 @@ LIMITS = {
     "combine_kernel": (168, 15 << 10),
     "return_rows_kernel": (128, 15 << 10),
     "copy_experts_kernel": (128, 27 << 10),
+    "push_experts_kernel": (128, 27 << 10),
     "dispatch_tokens_kernel": (64, 15 << 10),
     "combine_rows_kernel": (128, 15 << 10),
 }
@@ -59,18 +60,23 @@ def configure(out: Path, **definitions: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-@pytest.fixture(scope="module")
-def used() -> str:
-    """What each kernel of the module beside the Python files uses, by cuobjdump."""
+def dump(option: str) -> list[str]:
+    """The command that shows the kernels of the module beside the Python files by cuobjdump."""
     built = list((ROOT / "hybrid_ep").glob("_cuda.*.so"))
     require(built, "hybrid_ep/_cuda: make setup builds it")
-    try:
-        programs = [file for file in metadata.files("nvidia-cuda-cuobjdump") or [] if file.name == "cuobjdump"]
-    except metadata.PackageNotFoundError:
-        programs = []
-    require(programs, "cuobjdump (package nvidia-cuda-cuobjdump)")
-    command = [str(programs[0].locate()), "--dump-resource-usage", str(*built)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    programs = []
+    for name in ("cuobjdump", "nvdisasm"):
+        try:
+            programs += [file for file in metadata.files(f"nvidia-cuda-{name}") or [] if file.name == name]
+        except metadata.PackageNotFoundError:
+            require(False, f"{name} (package nvidia-cuda-{name})")
+    return [str(programs[0].locate()), option, str(*built)]
+
+
+@pytest.fixture(scope="module")
+def used() -> str:
+    """What each kernel uses."""
+    return subprocess.run(dump("--dump-resource-usage"), capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.parametrize("arch", ["90", "100"])
@@ -84,6 +90,24 @@ def test_kernels_keep_to_their_registers_and_shared_memory(used: str, arch: str)
         for mangled, registers, shared_bytes in instances:
             assert int(registers) <= max_registers, f"{mangled}: {registers} registers"
             assert int(shared_bytes) <= max_shared_bytes, f"{mangled}: {shared_bytes} bytes of shared memory"
+
+
+def test_no_thread_arrives_twice_at_a_barrier() -> None:
+    """If one thread alone uses the result of `__syncthreads_and`, ptxas 13.0 makes it arrive a second time for it.
+
+    The first arrival then has no result, which nothing else makes the compiler do.
+    """
+    kernel, num_kernels, wrong = "", 0, set()
+    with subprocess.Popen(dump("--dump-sass"), stdout=subprocess.PIPE, text=True) as shown:
+        assert shown.stdout is not None
+        for line in shown.stdout:
+            if "Function :" in line:
+                kernel, num_kernels = line.split()[-1], num_kernels + 1
+            elif "B2R.RESULT RZ ;" in line:
+                wrong.add(kernel)
+    assert shown.returncode == 0
+    assert num_kernels > 2 * len(list(CSRC.glob("kernels/*/*.cu")))
+    assert not wrong
 
 
 @pytest.fixture(scope="module")
