@@ -2,13 +2,15 @@
 
     python benchmarks/weights.py --ranks 2
 
-Kernels are those of `lb_prefetch_weights`: one that stages what arrives; with --by-dispatch those that send rows of a
-dispatch, as other engines do. A copy engine writes once, into memory that the ranks share, and nobody is told: that is
-the wire. On a CPU there are no copy engines, and rows of a dispatch are sent in any case.
+Kernels are those of `lb_prefetch_weights`: one that writes the spare slots of a `BufferAllocator`, and stages what is
+for others; with --by-dispatch those that send rows of a dispatch, as other engines do. A copy engine writes memory that
+the ranks share, and nobody is told: that is the wire. On a CPU there are no copy engines, and rows of a dispatch are
+sent in any case.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from statistics import median
 
@@ -16,7 +18,7 @@ import click
 import torch
 import torch.distributed as dist
 
-from hybrid_ep import Buffer
+from hybrid_ep import Buffer, BufferAllocator
 from hybrid_ep.bench.machine import rank_device
 from hybrid_ep.bench.timing import time_calls
 from hybrid_ep.testing.cluster import VirtualCluster
@@ -42,23 +44,27 @@ def _measure(
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     size = num_bytes // 2 // _NUM_TENSORS
     home = [torch.full((1, size), rank + 1.0, dtype=torch.bfloat16, device=rank_device(device)) for _ in range(2)]
-    spare = [torch.zeros_like(one) for one in home]
+    staged = [torch.zeros_like(one) for one in home]
+    plan = BufferAllocator()
+    direct = [plan.allocate(one.shape, one.dtype) for one in home]
     mapping = torch.arange(num_ranks, device=home[0].device).sub(1).remainder(num_ranks).view(-1, 1)
     nothing = torch.full_like(mapping, -1)
     with Buffer(num_ranks_per_domain=num_ranks) as buffer:
+        plan.materialize(buffer)
         if by_dispatch:
             buffer.engine.copy_experts = lambda _: False  # type: ignore[method-assign]
         calls: dict[str, Callable[[], object]] = {
-            f"kernels, {n or buffer.lb_get_theoretical_num_sms()} SMs": lambda n=n: buffer.lb_prefetch_weights(  # type: ignore[misc]
-                spare, home, mapping, n
+            f"{kind}, {n or buffer.lb_get_theoretical_num_sms()} SMs": functools.partial(
+                buffer.lb_prefetch_weights, spare, home, mapping, n
             )
+            for kind, spare in (("direct", direct), ("staged", staged))
             for n in num_sms
         }
-        calls["no replicas"] = lambda: buffer.lb_prefetch_weights(spare, home, nothing)
+        calls["no replicas"] = lambda: buffer.lb_prefetch_weights(direct, home, nothing)
         if device == "cuda":
             calls["copy engine"] = _copy_by_engine(torch.cat(home))
         times = time_calls(calls, num_warmups=3, num_runs=num_runs, device=device)
-        wrong = [one for one in spare if not bool((one == (rank - 1) % num_ranks + 1).all())]
+        wrong = [one for one in (*direct, *staged) if not bool((one == (rank - 1) % num_ranks + 1).all())]
     if wrong:
         raise RuntimeError(f"rank {rank} has wrong weights")
     return {name: one.microseconds for name, one in times.items()}

@@ -87,13 +87,13 @@ struct ExpertLaunch {
   int first_tensor, num_tensors, first_chunk, num_chunks;
 };
 
-std::vector<ExpertLaunch> launches_of(const std::vector<ExpertTensor>& tensors, int num_slots) {
-  const int most_chunks = max_chunks_of_launch(num_slots), num_tensors = static_cast<int>(tensors.size());
+std::vector<ExpertLaunch> launches_of(const std::vector<ExpertTensor>& tensors, int chunk_bytes, int most_chunks) {
+  const int num_tensors = static_cast<int>(tensors.size());
   std::vector<ExpertLaunch> launches;
   for (int first = 0; first < num_tensors; first += kMaxExpertTensors) {
     const int count = std::min(kMaxExpertTensors, num_tensors - first);
     int num_chunks = 0;
-    for (int t = first; t < first + count; ++t) num_chunks += tensors[t].num_chunks();
+    for (int t = first; t < first + count; ++t) num_chunks += tensors[t].num_chunks(chunk_bytes);
     for (int chunk = 0; chunk < num_chunks; chunk += most_chunks) {
       launches.push_back({first, count, chunk, std::min(most_chunks, num_chunks - chunk)});
     }
@@ -101,15 +101,15 @@ std::vector<ExpertLaunch> launches_of(const std::vector<ExpertTensor>& tensors, 
   return launches;
 }
 
-// A checksum of the sizes that must be equal at all ranks, in the bits below those of arena_bits().
-uint32_t checksum_of(const std::vector<ExpertTensor>& tensors, int num_slots, int num_local) {
-  uint64_t sum = 0;
-  const auto add = [&](int64_t value) { sum = (sum ^ static_cast<uint64_t>(value)) * 0x9e3779b97f4a7c15; };
-  add(num_slots);
-  add(num_local);
-  for (const ExpertTensor& tensor : tensors) add(tensor.item_bytes);
-  return static_cast<uint32_t>(sum >> (64 - kArenaShift));
-}
+// A checksum of what must be equal at all ranks, in the bits below those of arena_bits().
+class Checksum {
+ public:
+  void add(int64_t value) { sum_ = (sum_ ^ static_cast<uint64_t>(value)) * 0x9e3779b97f4a7c15; }
+  uint32_t bits() const { return static_cast<uint32_t>(sum_ >> (64 - kArenaShift)); }
+
+ private:
+  uint64_t sum_ = 0;
+};
 
 template <typename T>
 T* pinned() {
@@ -135,6 +135,7 @@ Communicator::Communicator(int rank, const std::vector<uintptr_t>& control, int 
   prepare_combine();
   prepare_duplicate();
   prepare_copy_experts();
+  prepare_push_experts();
   host_counts_ = pinned<HostCounts>();
   pool_reports_ = pinned<PoolReports>();
   fault_ = pinned<FaultRecord>();
@@ -325,19 +326,42 @@ int Communicator::most_bytes_on_wire() const { return window_bytes(is_hopper_); 
 
 int Communicator::default_copy_sms() const { return combine_sms(0, num_device_sms_); }
 
-int64_t Communicator::staging_bytes(const std::vector<ExpertTensor>& tensors, int num_slots) {
+void Communicator::add_peer_memory(uint8_t* begin, int64_t num_bytes, uint8_t* const* peers) {
+  peer_memory_.push_back({begin, num_bytes, peers});
+}
+
+int Communicator::peer_memory_of(const ExpertTensor& tensor, int num_slots) const {
+  const auto is_aligned = [](uint64_t value) { return value % kRowAlignBytes == 0; };
+  if (!is_aligned(reinterpret_cast<uintptr_t>(tensor.spare)) || !is_aligned(tensor.item_bytes)) return -1;
+  for (size_t i = 0; i < peer_memory_.size(); ++i) {
+    const auto& [begin, num_bytes, peers] = peer_memory_[i];
+    if (tensor.spare >= begin && tensor.spare + num_slots * tensor.item_bytes <= begin + num_bytes) {
+      return static_cast<int>(i);
+    }
+  }
+  return -1;
+}
+
+bool Communicator::can_push(const std::vector<ExpertTensor>& tensors, int num_slots) const {
+  return std::all_of(tensors.begin(), tensors.end(),
+                     [&](const ExpertTensor& tensor) { return peer_memory_of(tensor, num_slots) >= 0; });
+}
+
+int64_t Communicator::staging_bytes(const std::vector<ExpertTensor>& tensors, int num_slots) const {
   int64_t num_bytes = 0;
-  for (const ExpertLaunch& launch : launches_of(tensors, num_slots)) {
+  if (can_push(tensors, num_slots)) return num_bytes;
+  for (const ExpertLaunch& launch : launches_of(tensors, kExpertChunkBytes, max_chunks_of_launch(num_slots))) {
     num_bytes = std::max(num_bytes, staged_bytes(num_slots, launch.num_chunks));
   }
   return num_bytes;
 }
 
-void Communicator::copy_experts(const std::vector<ExpertTensor>& tensors, const int64_t* mapping, int num_slots,
-                                int num_local, int num_sms, bool only_compares, cudaStream_t stream) {
+void Communicator::copy_experts(std::vector<ExpertTensor> tensors, const int64_t* mapping, int num_slots, int num_local,
+                                int num_sms, bool only_compares, cudaStream_t stream) {
   const DeviceGuard guard(device_);
   const int64_t num_entries = static_cast<int64_t>(domain_.num_ranks) * num_slots;
   require(num_entries <= kMaxReplicas, "spare slots of all ranks", num_entries, "≤ 2048");
+  const bool pushes = can_push(tensors, num_slots);
   const int64_t staged = staging_bytes(tensors, num_slots);
   require(only_compares || staged <= domain_.slot_bytes, "bytes of staged experts", staged, "what a slot holds");
   CopyExpertsParams params{};
@@ -345,17 +369,31 @@ void Communicator::copy_experts(const std::vector<ExpertTensor>& tensors, const 
   params.mapping = mapping;
   params.num_slots = num_slots;
   params.num_local = num_local;
-  params.sizes = arena_bits(domain_.arena_number) | checksum_of(tensors, num_slots, num_local);
   params.is_paced = most_bytes_on_wire() > 0;
-  for (const ExpertLaunch& launch : launches_of(tensors, num_slots)) {
+  Checksum checksum;
+  checksum.add(num_slots);
+  checksum.add(num_local);
+  for (ExpertTensor& tensor : tensors) {
+    checksum.add(tensor.item_bytes);
+    if (!pushes) continue;
+    const int number = peer_memory_of(tensor, num_slots);
+    tensor.peers = peer_memory_[number].peers;
+    tensor.peer_offset = tensor.spare - peer_memory_[number].begin;
+    checksum.add(number);
+    checksum.add(tensor.peer_offset);
+  }
+  params.sizes = arena_bits(domain_.arena_number) | checksum.bits();
+  const int chunk_bytes = pushes ? kPushedChunkBytes : kExpertChunkBytes;
+  const int most_chunks = pushes ? kMaxPushedChunks : max_chunks_of_launch(num_slots);
+  for (const ExpertLaunch& launch : launches_of(tensors, chunk_bytes, most_chunks)) {
     params.num_tensors = launch.num_tensors;
     for (int t = 0, end = 0; t < launch.num_tensors; ++t) {
       params.tensors[t] = tensors[launch.first_tensor + t];
-      params.end_chunk[t] = end += params.tensors[t].num_chunks();
+      params.end_chunk[t] = end += params.tensors[t].num_chunks(chunk_bytes);
     }
     params.first_chunk = launch.first_chunk;
     params.num_chunks = only_compares ? 0 : launch.num_chunks;
-    launch_copy_experts(params, combine_sms(num_sms, num_device_sms_), stream);
+    (pushes ? launch_push_experts : launch_copy_experts)(params, combine_sms(num_sms, num_device_sms_), stream);
     if (only_compares) return;
     params.is_further = true;
   }

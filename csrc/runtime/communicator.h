@@ -70,12 +70,17 @@ class Communicator {
   void combine(const CombinePlan& plan, const CombineTensors& tensors, const ExpertTensors& experts, int handle,
                cudaStream_t stream);
 
-  // Copies experts to the spare slots of all ranks. The arena's first slot stages them: staging_bytes(). num_sms = 0:
-  // the default. `mapping` is [R, num_slots] in device memory. only_compares: the ranks compare the call, and copy
-  // nothing.
-  void copy_experts(const std::vector<ExpertTensor>& tensors, const int64_t* mapping, int num_slots, int num_local,
+  // Names memory that the other ranks can write: num_bytes from `begin` on, which rank r has at peers[r]; `peers` is
+  // [R] in device memory. All ranks name theirs in the same order. It must outlive the communicator's calls.
+  void add_peer_memory(uint8_t* begin, int64_t num_bytes, uint8_t* const* peers);
+
+  // Copies experts to the spare slots of all ranks: directly if the slots of all tensors are in peer memory, otherwise
+  // through the arena's first slot, which stages staging_bytes(). num_sms = 0: the default. `mapping` is
+  // [R, num_slots] in device memory.
+  // only_compares: the ranks compare the call, and copy nothing.
+  void copy_experts(std::vector<ExpertTensor> tensors, const int64_t* mapping, int num_slots, int num_local,
                     int num_sms, bool only_compares, cudaStream_t stream);
-  static int64_t staging_bytes(const std::vector<ExpertTensor>& tensors, int num_slots);
+  int64_t staging_bytes(const std::vector<ExpertTensor>& tensors, int num_slots) const;
   // SMs of a copy that does not ask for a number.
   int default_copy_sms() const;
 
@@ -103,10 +108,20 @@ class Communicator {
  private:
   bool has_fault() const;
 
+  struct PeerMemory {
+    uint8_t* begin;
+    int64_t num_bytes;
+    uint8_t* const* peers;
+  };
+  // The number of the peer memory that holds all spare slots of a tensor, or −1 if they must be staged.
+  int peer_memory_of(const ExpertTensor& tensor, int num_slots) const;
+  bool can_push(const std::vector<ExpertTensor>& tensors, int num_slots) const;
+
   PoolReports* pool_reports_ = nullptr;
   uint32_t pool_calls_ = 0;  // dispatches, graphs excepted; wraps
 
   Domain domain_{};
+  std::vector<PeerMemory> peer_memory_;
   int device_;
   int num_device_sms_ = 0;
   bool is_hopper_ = false;

@@ -124,7 +124,7 @@ class _Layer(MoELayer):
         exchange, num_local = CountExchange(self.buffer, self.num_experts), self.num_experts // self.buffer.group_size
         counts = exchange.gather(self._batch.topk_idx)
         plan = self._make_plan(counts)
-        slots = self.experts.slots(_NUM_SPARE)
+        slots = self.experts.slots(_NUM_SPARE, self._mover)
         spare, home = [one[num_local:] for one in slots], [one[:num_local] for one in slots]
         return {
             "counts of all ranks": lambda: exchange.gather(self._batch.topk_idx),

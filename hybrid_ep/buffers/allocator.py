@@ -1,4 +1,4 @@
-"""`BufferAllocator`: tensors that are planned before the buffer is made, and get their memory with it."""
+"""`BufferAllocator`: tensors that are planned, and get their memory together, of a buffer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hybrid_ep.buffers.base import BaseBuffer
 from hybrid_ep.core.checks import require, require_int
 
 __all__ = ["BufferAllocator"]
@@ -64,14 +65,22 @@ class BufferAllocator:
         """Raises ConfigError where the tensors have their memory already."""
         require(not self.materialized, "a plan of tensors", "materialized", "one buffer for each plan")
 
-    def materialize(self, device: torch.device) -> None:
-        """Gives the tensors their memory, which holds zeros. A buffer does it, once.
+    def materialize(self, buffer: BaseBuffer) -> None:
+        """Gives the tensors their memory, which holds zeros; once. Collective over the buffer's group.
+
+        `EPBuffer` does it with the plan that it is given. The buffer holds the memory until it is closed. On the cuda
+        engine, ranks of a domain can write each other's, so that `lb_prefetch_weights` needs no copy in between.
+
+        Args:
+            buffer: whose `lb_prefetch_weights` is to fill them.
 
         Raises:
-            ConfigError: they have it already.
+            ConfigError: they have it already, a rank's plan has another number of bytes, or a CUDA graph is captured.
+            TimeoutError, TransportError: a rank was lost.
         """
         self.require_open()
-        memory = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
+        default = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        memory = buffer.engine.allocate_spare(self.num_bytes, buffer.engine.device or default)
         for tensor, begin in self._planned:
             value = memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             torch.utils.swap_tensors(tensor, value)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -285,7 +284,8 @@ class EPBuffer(ElasticCalls):
 
     Args:
         lb_allocation_plan_or_num_bytes: a `BufferAllocator` whose tensors get their memory here, or bytes, which are
-            accepted for compatibility: `lb_prefetch_weights` and `lb_reduce_grads` take any tensors.
+            accepted for compatibility: `lb_prefetch_weights` and `lb_reduce_grads` take any tensors. They are fastest
+            with those of a plan.
         sl_idx: as in `ElasticBuffer`, or None.
 
     The other arguments are those of `ElasticBuffer`, without `num_cpu_bytes`.
@@ -355,8 +355,7 @@ class EPBuffer(ElasticCalls):
             timeout_s=timeout_s,
         )
         if isinstance(plan, BufferAllocator):
-            default = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            plan.materialize(self.engine.device or default)
+            plan.materialize(self)
 
     @collective("dispatch")
     def dispatch(

@@ -128,7 +128,7 @@ FIELDS: dict[str, Field] = {
     "handle": Field("number of the handle's dispatch", _as_number),
     "masked": Field("bits of the masked ranks", _as_number),
     "numel": Field("elements of the tensor", _as_number),
-    "expert_sizes": Field("checksum of the sizes of experts and spare slots", _as_number),
+    "expert_sizes": Field("checksum of the sizes of experts and spare slots, and of where the slots are", _as_number),
     # Not compared. A rank with too many tokens has (their number << 32 | the most allowed) in the first of these.
     "too_many_tokens": Field("tokens of a rank", _as_number),
     "refusal": Field("number of a refusal", _as_number),

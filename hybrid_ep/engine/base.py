@@ -174,6 +174,24 @@ class Engine(abc.ABC):
     def combine_permuted(self, request: CombineRequest, handle: PermuteHandle) -> Combined:
         """Brings ``[P, H]`` bf16 rows (and ``[P]`` float32 probs) back to ``[T, H]`` (and ``[T, K]``) and sums them."""
 
+    def allocate_spare(self, num_bytes: int, device: torch.device) -> Tensor:
+        """Allocates memory for spare slots, which the engine holds until it is freed. Collective.
+
+        An engine that can let peers write it sends weights there without a copy in between.
+
+        Args:
+            num_bytes: the same at all ranks.
+            device: of the memory.
+
+        Returns:
+            ``[num_bytes]`` uint8, zeros.
+
+        Raises:
+            ConfigError: a rank asks for another number of bytes or has not as many free, or a CUDA graph is captured.
+            TransportError, TimeoutError: a rank was lost.
+        """
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+
     def copy_experts(self, copies: ExpertCopies) -> bool:
         """Fills spare slots with experts of other ranks, if the engine has a kernel for that.
 

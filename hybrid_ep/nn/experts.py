@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -59,7 +59,8 @@ class Experts(nn.Module):
         self.mesh = _mesh_of(buffer, mesh, up.device)
         if self.mesh is not None:
             _look_at_what_is_sharded()
-        self._memory: dict[str, Tensor] = {}  # of `slots`, by parameter
+        self._memory: dict[str, _Slots] = {}  # of `slots`, by parameter
+        self.num_moves = 0  # of parameters into that memory
         self.mark_of_spare: object = None  # of the forward pass whose replicas are in the spare slots
         self.up, self.down = (nn.Parameter(self._sharded(weight)) for weight in (up, down))
 
@@ -77,26 +78,36 @@ class Experts(nn.Module):
         up, down = self._local("up", self.up), self._local("down", self.down)
         return up, down
 
-    def slots(self, num_spare: int) -> tuple[Tensor, Tensor]:
+    def slots(self, num_spare: int, mover: Buffer) -> tuple[Tensor, Tensor]:
         """Returns the weights with memory for `num_spare` more behind them, ``[LE + num_spare, …]``; without gradients.
 
-        Parameters move into that memory once, so that later calls copy nothing. They stay there until they are
-        replaced, as by `to`.
+        Parameters move into that memory once, so that later calls copy nothing. Parameters that were replaced since,
+        as by `load_state_dict` with ``assign=True``, move into the same memory. Collective if it must be allocated: in
+        the first call, and after a change of dtype or device.
+
+        Args:
+            num_spare: the same at all ranks.
+            mover: whose memory it is, and that fills the spare slots.
 
         Raises:
-            ConfigError: as `weights`.
+            ConfigError: as `weights`; or a CUDA graph is captured, and the memory must be allocated.
+            TimeoutError, TransportError: a rank was lost.
         """
-        return self._slots("up", self.up, num_spare), self._slots("down", self.down, num_spare)
+        return self._slots("up", self.up, num_spare, mover), self._slots("down", self.down, num_spare, mover)
 
     @torch.no_grad()
-    def _slots(self, name: str, parameter: Tensor, num_spare: int) -> Tensor:
+    def _slots(self, name: str, parameter: Tensor, num_spare: int, mover: Buffer) -> Tensor:
         self._require_own_mesh(name, parameter)
         held = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-        memory, shape = self._memory.get(name), (held.shape[0] + num_spare, *held.shape[1:])
-        if memory is None or memory.shape != shape or memory.data_ptr() != held.data_ptr():
-            memory = self._memory[name] = held.new_zeros(shape)
+        shape = torch.Size((held.shape[0] + num_spare, *held.shape[1:]))
+        slots = self._memory.get(name)
+        if slots is None or not slots.fit(shape, held, mover):
+            slots = self._memory[name] = _Slots.allocate(shape, held, mover)
+        memory = slots.memory
+        if memory.data_ptr() != held.data_ptr():
             memory[: held.shape[0]] = held
             held.data = memory[: held.shape[0]]
+            self.num_moves += 1
         return memory
 
     def __getstate__(self) -> dict[str, Any]:
@@ -140,6 +151,28 @@ class Experts(nn.Module):
             up, down = self.weights()
         total = (_by_group if isinstance(tokens, GroupedTokens) else _gathered)(tokens, up, down)  # type: ignore[arg-type]
         return total.to(tokens.x.dtype)
+
+
+class _Slots(NamedTuple):
+    """Memory of one weight, with spare slots behind those of the parameter.
+
+    Attributes:
+        memory: ``[slots, *shape]``.
+        mover: the buffer that fills the spare slots.
+    """
+
+    memory: Tensor
+    mover: Buffer
+
+    @classmethod
+    def allocate(cls, shape: torch.Size, like: Tensor, mover: Buffer) -> _Slots:
+        memory = mover.engine.allocate_spare(shape.numel() * like.dtype.itemsize, like.device)
+        return cls(memory.view(like.dtype).view(shape), mover)
+
+    def fit(self, shape: torch.Size, like: Tensor, mover: Buffer) -> bool:
+        """Whether the memory serves a parameter like this one."""
+        found = self.memory.shape, self.memory.dtype, self.memory.device, self.mover
+        return found == (shape, like.dtype, like.device, mover)
 
 
 def _gathered(tokens: DispatchedTokens, up: Tensor, down: Tensor) -> Tensor:

@@ -185,7 +185,7 @@ class _Replicas:
 
     def __init__(self, mover: Buffer, is_apart: bool, mapping: Tensor, experts: Experts) -> None:
         self._mover, self._is_apart, self._mapping, self._experts = mover, is_apart, mapping, experts
-        self._memory = experts.slots(mapping.shape[1])
+        self._memory = experts.slots(mapping.shape[1], mover)
         self._num_local = self._memory[0].shape[0] - mapping.shape[1]
         self._home = [one[: self._num_local] for one in self._memory]
         self._spare = [one[self._num_local :] for one in self._memory]
@@ -234,7 +234,7 @@ class _Replicas:
 
 
 def _versions_of(experts: Experts) -> list[int]:
-    return [parameter._version for parameter in experts.parameters()]
+    return [experts.num_moves, *(parameter._version for parameter in experts.parameters())]
 
 
 class _OnHost:

@@ -219,6 +219,6 @@ def check_layer() -> None:
                 grads = [p.grad for p in (x, layer.router, layer.experts.up, layer.experts.down)]
                 results.append([y.detach(), *(getattr(one, "_local_tensor", one) for one in grads)])
                 # Expert 5 is on rank 1.
-                assert dist.get_rank() == 1 or bool(layer.experts.slots(2)[0][-2:].any()), "no replica has come"
+                assert dist.get_rank() == 1 or bool(layer.experts.slots(2, mover)[0][-2:].any()), "no replica has come"
     for i, (a, b) in enumerate(zip(*results, strict=True)):
         equal(b, a, f"result {i}")

@@ -36,6 +36,7 @@ __all__ = [
     "compare_copies",
     "draw_experts",
     "draw_mapping",
+    "shifted",
 ]
 
 _UNTOUCHED = 7
@@ -49,7 +50,7 @@ def draw_experts(rank: int, num_local: int, sizes: tuple[int, ...], call: int) -
     return [torch.randint(0, 256, (num_local, size), generator=generator).to(torch.uint8) for size in sizes]
 
 
-def _shifted(tensor: Tensor, shift: int, device: torch.device) -> Tensor:
+def shifted(tensor: Tensor, shift: int, device: torch.device) -> Tensor:
     """The same on a device, `shift` bytes behind a multiple of 16."""
     memory = torch.empty(tensor.numel() + shift + 16, dtype=torch.uint8, device=device)
     begin = -memory.data_ptr() % 16 + shift
@@ -76,7 +77,7 @@ def begin_copy(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Copies, on a GPU if there is one; returns the spare slots and the experts."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    experts = [_shifted(one, shift, device) for one in draw_experts(dist.get_rank(), num_local, sizes, call)]
+    experts = [shifted(one, shift, device) for one in draw_experts(dist.get_rank(), num_local, sizes, call)]
     spare = [torch.full_like(one[:1], _UNTOUCHED).repeat(mapping.shape[1] + 1, 1)[1:] for one in experts]
     mapping = mapping.to(experts[0].device)
     buffer.lb_prefetch_weights(spare, experts, mapping, num_sms=random.Random(call).choice([0, 1, 3]))

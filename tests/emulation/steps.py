@@ -29,6 +29,7 @@ _SEND_HOME = "kernels/combine/send_runs.cuh"
 _PEER = "kernels/low_latency_between/peer_chunk.cuh"
 _HOME = "kernels/low_latency_between/combine.cu"
 _EXPERTS = "kernels/balance/copy_experts.cu"
+_PUSHED_EXPERTS = "kernels/balance/push_experts.cu"
 _WITHIN, _REPORT = "kernels/dispatch/exchange.cuh", "kernels/dispatch/report.cuh"
 
 _COPIES = (4, "emulation.experts.check_copies")
@@ -328,6 +329,34 @@ STEPS = [
         "ptx::bulk_wait_written<0>();\n    if (has_sent_) report();",
         "if (has_sent_) report();",
         _COPIES,
+    ),
+    Step(
+        "wait until spare slots may be written",
+        _PUSHED_EXPERTS,
+        "wait_until_ready(domain, KernelName::kCopyExperts, call, waiter, epoch, reports, &is_same)",
+        "true",
+        (3, "emulation.pushed_experts.check_pushes_in_turn"),
+    ),
+    Step(
+        "experts are written before peers are told",
+        _PUSHED_EXPERTS,
+        "ptx::bulk_wait_written<0>();",
+        "{}",
+        (4, "emulation.pushed_experts.check_pushes"),
+    ),
+    Step(
+        "wait for the experts of the peers",
+        _PUSHED_EXPERTS,
+        "end_waiter.until_equal(&own.chunk_epoch[r][0], epoch, r, WaitTag::kExperts)",
+        "true",
+        (4, "emulation.pushed_experts.check_pushes"),
+    ),
+    Step(
+        "ranks compare where spare slots are",
+        _PUSHED_EXPERTS,
+        "kCopiesExperts | params.sizes",
+        "kCopiesExperts",
+        (3, "emulation.pushed_experts.check_ranks_that_disagree"),
     ),
     Step(
         "ranks compare sizes of experts",

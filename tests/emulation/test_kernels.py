@@ -398,6 +398,28 @@ def test_copies_of_experts_in_special_cases(run_emulated: RunEmulated, num_ranks
     run_emulated(num_ranks, f"emulation.experts.{check}")
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "check"),
+    [
+        (1, "check_pushes"),
+        (2, "check_pushes"),
+        (4, "check_pushes"),
+        (3, "check_pushes_in_turn"),
+        (2, "check_pushes_past_the_last_number"),
+        (2, "check_several_launches"),
+        (3, "check_ranks_that_disagree"),
+        (2, "check_other_plans"),
+    ],
+)
+def test_experts_that_are_pushed(run_emulated: RunEmulated, num_ranks: int, check: str) -> None:
+    run_emulated(num_ranks, f"emulation.pushed_experts.{check}")
+
+
+@pytest.mark.parametrize("has_expert", [False, True])
+def test_a_rank_that_does_not_come_to_push_experts(run_emulated: RunEmulated, has_expert: bool) -> None:
+    run_emulated(3, "emulation.pushed_experts.check_missing_rank", has_expert)
+
+
 @pytest.mark.parametrize("has_expert", [False, True])
 def test_a_rank_that_does_not_come_to_copy_experts(run_emulated: RunEmulated, has_expert: bool) -> None:
     run_emulated(3, "emulation.experts.check_missing_rank", has_expert)

@@ -22,6 +22,12 @@ from tests.emulation.experts import (
     draw_experts,
     draw_mapping,
 )
+from tests.emulation.pushed_experts import (
+    check_pushes,
+    check_pushes_in_turn,
+    check_ranks_that_disagree,
+    check_several_launches,
+)
 from tests.multi_process.test_load_balance import check_other_mappings
 from tests.rank_pool import RankPool
 
@@ -169,10 +175,15 @@ def test_weights_and_gradients_move(run_gpus: RunGpus, num_ranks: int) -> None:
 @pytest.mark.skipif(NUM_GPUS < 2, reason="two GPUs are needed")
 def test_ranks_with_other_mappings_are_told_so(run_gpus: RunGpus) -> None:
     run_gpus(2, check_other_mappings, 2, "cuda")
+    run_gpus(2, check_ranks_that_disagree)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("check", [check_copies, check_copies_in_turn], ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+    "check",
+    [check_copies, check_copies_in_turn, check_pushes, check_pushes_in_turn, check_several_launches],
+    ids=lambda check: check.__name__,
+)
 def test_copies_of_experts(run_gpus: RunGpus, check: Callable[[], None], num_ranks: int) -> None:
     """Of all sizes and alignments, between other calls and one behind the other."""
     if num_ranks > NUM_GPUS:
@@ -180,12 +191,16 @@ def test_copies_of_experts(run_gpus: RunGpus, check: Callable[[], None], num_ran
     run_gpus(num_ranks, check)
 
 
-def _captured_copies() -> None:
+def _captured_copies(has_plan: bool) -> None:
     """A replay follows the mapping and the weights that are there then."""
     num_ranks, sizes = dist.get_world_size(), (1_000_000, 48)
     with hybrid_ep.Buffer(num_ranks_per_domain=num_ranks) as buffer:
         mapping = draw_mapping(0, 3, 2).cuda()
         spare, experts = begin_copy(buffer, mapping, 3, sizes, 0, 0)
+        if has_plan:
+            plan = hybrid_ep.BufferAllocator()
+            spare = [plan.allocate(one.shape, one.dtype) for one in spare]
+            plan.materialize(buffer)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -203,11 +218,12 @@ def _captured_copies() -> None:
         buffer.raise_pending()
 
 
-def test_captured_copies_of_experts() -> None:
+@pytest.mark.parametrize("has_plan", [False, True])
+def test_captured_copies_of_experts(has_plan: bool) -> None:
     if NUM_GPUS < 2:
         pytest.skip(f"2 GPUs are needed, {NUM_GPUS} are visible")
     pool = RankPool(device="cuda", variables={"HYBRID_EP_ENGINE": "cuda"})
-    pool.run(2, _captured_copies)
+    pool.run(2, _captured_copies, has_plan)
     pool.close()
 
 

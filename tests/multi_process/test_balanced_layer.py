@@ -223,11 +223,12 @@ def test_replicas_go_behind_the_weights(has_gradients: bool) -> None:
         layer.experts.register_forward_pre_hook(lambda _, given: computed_with.extend(w.data_ptr() for w in given[1:]))
         with torch.set_grad_enabled(has_gradients):
             y = layer(tokens(0)).detach()
-            first = layer.experts.slots(3)
+            first = layer.experts.slots(3, buffer)
             assert torch.equal(layer(tokens(0)), y)
         assert computed_with == 2 * [parameter.data_ptr() for parameter in layer.experts.parameters()]
         assert [one.shape for one in first] == [(EXPERTS + 3, WIDTH, HIDDEN), (EXPERTS + 3, HIDDEN, WIDTH)]
-        for slots, again, parameter in zip(first, layer.experts.slots(3), layer.experts.parameters(), strict=True):
+        second = layer.experts.slots(3, buffer)
+        for slots, again, parameter in zip(first, second, layer.experts.parameters(), strict=True):
             assert slots.data_ptr() == again.data_ptr() == parameter.data_ptr()
         copied = copy.deepcopy(layer)
         assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
@@ -236,9 +237,23 @@ def test_replicas_go_behind_the_weights(has_gradients: bool) -> None:
             assert torch.equal(layer(tokens(0)), y)
             assert not torch.equal(copied(tokens(0)), y)
         layer.experts.to(torch.bfloat16)  # replaces the parameters
-        slots, _ = layer.experts.slots(3)
+        slots, _ = layer.experts.slots(3, buffer)
         assert slots.dtype == torch.bfloat16
         assert slots.data_ptr() == layer.experts.up.data_ptr()
+
+
+def test_parameters_that_are_replaced_move_into_the_same_memory() -> None:
+    """Ranks need not meet for that. A backward pass of earlier weights is refused."""
+    with hybrid_ep.Buffer(None) as buffer:
+        layer = MoELayer(buffer, **SIZES, balance="online", num_spare=3)  # type: ignore[arg-type]
+        early = layer(tokens(0)).sum()
+        memory = layer.experts.slots(3, buffer)[0].data_ptr()
+        layer.load_state_dict({name: 2 * value for name, value in layer.state_dict().items()}, assign=True)
+        assert layer.experts.up.data_ptr() != memory
+        layer(tokens(0)).sum().backward()
+        assert layer.experts.slots(3, buffer)[0].data_ptr() == layer.experts.up.data_ptr() == memory
+        with pytest.raises(hybrid_ep.ConfigError, match="weights have changed"):
+            early.backward()
 
 
 def _kinds_of_meshes() -> list[str]:

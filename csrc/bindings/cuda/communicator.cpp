@@ -93,6 +93,17 @@ py::object wait_for_counts(const Communicator& self, uint32_t counts_epoch, uint
                         host_counts->max_rows, host_counts->num_sent_between, host_counts->max_held);
 }
 
+// Addresses of experts and of spare slots, and bytes of an expert.
+using ExpertTuples = std::vector<std::tuple<uintptr_t, uintptr_t, int64_t>>;
+
+std::vector<ExpertTensor> expert_tensors(const ExpertTuples& given) {
+  std::vector<ExpertTensor> tensors;
+  for (const auto& [experts, spare, item_bytes] : given) {
+    tensors.push_back({pointer<uint8_t>(experts), pointer<uint8_t>(spare), item_bytes});
+  }
+  return tensors;
+}
+
 void add_plans(py::module_& module) {
   py::class_<DispatchShape>(module, "DispatchShape")
       .def(py::init(&plan_of<DispatchShape>), py::arg("shape"), py::arg("rank"), py::arg("num_ranks"))
@@ -209,24 +220,24 @@ void add_communicator(py::module_& module) {
           py::arg("out_weights"), py::arg("route"), py::arg("expert_rows"), py::arg("probs"), py::arg("kept"),
           py::arg("handle"), py::arg("stream"))
       .def_property_readonly("default_copy_sms", &Communicator::default_copy_sms)
-      .def_static(
-          "staging_bytes",
-          [](const std::vector<int64_t>& item_bytes, int num_slots) {
-            std::vector<ExpertTensor> tensors;
-            for (const int64_t one : item_bytes) tensors.push_back({nullptr, nullptr, one});
-            return Communicator::staging_bytes(tensors, num_slots);
+      .def(
+          "add_peer_memory",
+          [](Communicator& self, uintptr_t begin, int64_t num_bytes, uintptr_t peers) {
+            self.add_peer_memory(pointer<uint8_t>(begin), num_bytes, pointer<uint8_t*>(peers));
           },
-          py::arg("item_bytes"), py::arg("num_slots"))
+          py::arg("begin"), py::arg("num_bytes"), py::arg("peers"))
+      .def(
+          "staging_bytes",
+          [](const Communicator& self, const ExpertTuples& tensors, int num_slots) {
+            return self.staging_bytes(expert_tensors(tensors), num_slots);
+          },
+          py::arg("tensors"), py::arg("num_slots"))
       .def(
           "copy_experts",
-          [](Communicator& self, const std::vector<std::tuple<uintptr_t, uintptr_t, int64_t>>& tensors,
-             uintptr_t mapping, int num_slots, int num_local, int num_sms, bool only_compares, uintptr_t stream) {
-            std::vector<ExpertTensor> given;
-            for (const auto& [experts, spare, item_bytes] : tensors) {
-              given.push_back({pointer<uint8_t>(experts), pointer<uint8_t>(spare), item_bytes});
-            }
-            self.copy_experts(given, pointer<int64_t>(mapping), num_slots, num_local, num_sms, only_compares,
-                              stream_of(stream));
+          [](Communicator& self, const ExpertTuples& tensors, uintptr_t mapping, int num_slots, int num_local,
+             int num_sms, bool only_compares, uintptr_t stream) {
+            self.copy_experts(expert_tensors(tensors), pointer<int64_t>(mapping), num_slots, num_local, num_sms,
+                              only_compares, stream_of(stream));
           },
           py::kw_only(), py::arg("tensors"), py::arg("mapping"), py::arg("num_slots"), py::arg("num_local"),
           py::arg("num_sms"), py::arg("only_compares"), py::arg("stream"))

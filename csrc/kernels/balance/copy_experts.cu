@@ -3,19 +3,19 @@
 //     experts[e] ─ bulk load ─► shared memory ─ bulk store ─► staging of the replica's rank ─ chunk_epoch ─┐
 //     spare[b] ◄─ bulk store ─ shared memory ◄─ bulk load ─ staging, or own experts ◄──────────────────────┘
 //
-// The tensors are ordinary memory, which peers cannot write. So a source pushes into the first slot of the receiver's
-// arena, and the receiver copies what has arrived on: chunk by chunk, so that both go on at the same time. The first
-// warps of a CTA push, one reports chunks that have arrived (chunk_reports.cuh), the others copy. To ranks and in
-// epochs the call is a combine: both use the same slot, flags and numbers of calls. Legend: R ranks, B spare slots of a
-// rank, LE local experts.
+// For spare slots in ordinary memory, which peers cannot write; push_experts.cu is for others. A source pushes into the
+// first slot of the receiver's arena, and the receiver copies what has arrived on: chunk by chunk, so that both go on
+// at the same time. The first warps of a CTA push, one reports chunks that have arrived (chunk_reports.cuh), the others
+// copy. To ranks and in epochs the call is a combine: both use the same slot, flags and numbers of calls. Legend: R
+// ranks, B spare slots of a rank, LE local experts.
 #include <cuda_runtime.h>
 
 #include "device/epilogue.cuh"
-#include "device/replica_mapping.cuh"
 #include "device/row_ring.cuh"
 #include "device/wait.cuh"
 #include "device/work_index.cuh"
 #include "kernels/balance/copy_experts.h"
+#include "kernels/balance/replicas.cuh"
 #include "kernels/combine/chunk_reports.cuh"
 #include "kernels/combine/ready.cuh"
 #include "kernels/launch.h"
@@ -33,14 +33,6 @@ constexpr int kThreads = (kPushWarps + 1 + kCopyWarps) * 32;
 constexpr int kPushRingBytes = kPushStages * kPieceBytes, kCopyRingBytes = kCopyStages * kPieceBytes;
 constexpr int kRingBytes = kPushWarps * kPushRingBytes + kCopyWarps * kCopyRingBytes;
 static_assert(kPushWarps <= kMaxReportQueues);
-static_assert(kMaxReplicas <= 1 << 15);  // an entry is an int16_t
-
-// A list of entries of the mapping: their indices in the mapping, and the experts that they name.
-struct Entries {
-  int count;
-  int16_t numbers[kMaxReplicas];
-  int32_t experts[kMaxReplicas];
-};
 
 // The work of this rank, as the mapping says it.
 struct Replicas {
@@ -51,48 +43,18 @@ struct Replicas {
 constexpr int kBarrierBytes = (kPushWarps * kPushStages + kCopyWarps * kCopyStages) * sizeof(uint64_t);
 static_assert(kRingBytes + sizeof(Replicas) + kBarrierBytes + 1024 <= kMaxSharedBytes);  // and what finish_cta declares
 
-// The expert of an entry, or −1.
-__device__ int expert_of(const CopyExpertsParams& params, int entry) {
-  const int64_t expert = params.mapping[entry];
-  return expert >= 0 && expert < params.domain.num_ranks * params.num_local ? static_cast<int>(expert) : -1;
-}
-
-// Appends the entries of the lanes for which `is_one`. Collective over a warp, which keeps the count.
-__device__ void append(Entries& entries, int& count, bool is_one, int entry, int expert) {
-  const unsigned lanes = __ballot_sync(kAllLanes, is_one);
-  const int place = count + __popc(lanes & ((1u << threadIdx.x % 32) - 1));
-  if (is_one) {
-    entries.numbers[place] = static_cast<int16_t>(entry);
-    entries.experts[place] = expert;
-  }
-  count += __popc(lanes);
-}
-
 // Collective over the CTA: a warp for each part.
 __device__ void find_replicas(const CopyExpertsParams& params, Replicas& replicas) {
-  const int num_slots = params.num_slots, num_entries = params.domain.num_ranks * num_slots;
-  const int rank = params.domain.rank, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  int count = 0;
+  const int num_slots = params.num_slots, rank = params.domain.rank, warp = threadIdx.x / 32;
   if (warp == 0) {
-    const int first = (rank + 1) * num_slots;
-    for (int i = 0; i < num_entries - num_slots; i += 32) {
-      const int entry = (first + i + lane) % num_entries;
-      const int expert = i + lane < num_entries - num_slots ? expert_of(params, entry) : -1;
-      append(replicas.pushed, count, expert >= 0 && expert / params.num_local == rank, entry, expert);
-    }
-    if (lane == 0) replicas.pushed.count = count;
+    collect(
+        params, (rank + 1) * num_slots, (params.domain.num_ranks - 1) * num_slots,
+        [&](int expert) { return expert / params.num_local == rank; }, replicas.pushed);
   } else if (warp == 1) {
-    for (int i = 0; i < num_slots; i += 32) {
-      const int entry = rank * num_slots + i + lane;
-      const int expert = i + lane < num_slots ? expert_of(params, entry) : -1;
-      append(replicas.copied, count, expert >= 0, entry, expert);
-    }
-    if (lane == 0) replicas.copied.count = count;
+    collect(params, rank * num_slots, num_slots, [](int) { return true; }, replicas.copied);
   } else if (warp == 2) {
-    uint32_t sum = 0;
-    for (int i = lane; i < num_entries; i += 32) sum += checksum_part(i, params.mapping[i]);
-    sum = __reduce_add_sync(kAllLanes, sum);
-    if (lane == 0) replicas.checksum = sum;
+    const uint32_t checksum = checksum_of_mapping(params);
+    if (threadIdx.x % 32 == 0) replicas.checksum = checksum;
   }
   __syncthreads();
 }
@@ -106,21 +68,6 @@ struct Chunk {
   int index;  // among those that the receiver stages
   bool is_here;
 };
-
-// Where a chunk of an expert begins in its tensor.
-struct Place {
-  const ExpertTensor* tensor;
-  int64_t offset;
-  int num_bytes;
-};
-__device__ Place place_of(const CopyExpertsParams& params, int chunk) {
-  int t = 0;
-  while (chunk >= params.end_chunk[t]) ++t;
-  const ExpertTensor& tensor = params.tensors[t];
-  const int before = t > 0 ? params.end_chunk[t - 1] : 0;
-  const int64_t offset = static_cast<int64_t>(chunk - before) * kExpertChunkBytes;
-  return {&tensor, offset, static_cast<int>(min(static_cast<int64_t>(kExpertChunkBytes), tensor.item_bytes - offset))};
-}
 
 __device__ uint8_t* staged_at(const Domain& domain, int rank, int index) {
   return domain.arena[rank] + static_cast<int64_t>(index) * kExpertChunkBytes;
@@ -142,7 +89,7 @@ class PushedChunks {
     const int item = items_.take();
     if (item >= entries_.count * params_.num_chunks) return false;
     const int i = item % entries_.count, entry = entries_.numbers[i], number = item / entries_.count;
-    const Place place = place_of(params_, params_.first_chunk + number);
+    const Place place = place_of(params_, params_.first_chunk + number, kExpertChunkBytes);
     const int64_t expert = entries_.experts[i] - params_.domain.rank * params_.num_local;
     chunk.peer = entry / params_.num_slots;
     chunk.index = entry % params_.num_slots * params_.num_chunks + number;
@@ -211,7 +158,7 @@ class CopiedChunks {
     if (item >= entries_.count * params_.num_chunks) return false;
     const int i = item % entries_.count, number = item / entries_.count;
     const int slot = entries_.numbers[i] - rank * params_.num_slots, expert = entries_.experts[i];
-    const Place place = place_of(params_, params_.first_chunk + number);
+    const Place place = place_of(params_, params_.first_chunk + number, kExpertChunkBytes);
     chunk.peer = expert / params_.num_local;
     chunk.index = slot * params_.num_chunks + number;
     chunk.is_here = chunk.peer == rank;
