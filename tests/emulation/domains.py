@@ -34,6 +34,7 @@ __all__ = [
     "check_rate",
     "check_refused_launch",
     "check_scratch_of_combine",
+    "check_sums_in_other_orders",
     "check_too_many_mapped_domains",
     "check_torch_asked_for",
     "lose_a_rank",
@@ -209,6 +210,23 @@ def check_link_alone(case: Case) -> None:
             assert torch.equal(again, want)
             combined, *_ = buffer.combine(want, handle)
             assert torch.equal(combined, buffer.combine(again, handle)[0])
+
+
+def check_sums_in_other_orders(timeout_s: float) -> None:
+    """A domain fills the slots towards one peer, which reads other chunks first: the other peer gets its chunks.
+
+    Tokens of a rank first go to the next rank, then to the one after it. More tokens go to each than slots hold.
+    """
+    rank, num_each = dist.get_rank(), 2200
+    case = Case("orders", 3, 2 * num_each, hidden=16, topk=1, num_experts=3, num_ranks_per_domain=1)
+    order = torch.tensor([(rank + 1) % 3, (rank + 2) % 3]).repeat_interleave(num_each)
+    inputs = case.inputs(rank)._replace(topk_idx=order[:, None])
+    with make_buffer(case, timeout_s=timeout_s) as buffer:
+        for _ in range(2):
+            received, *_, handle, _ = dispatch(buffer, case, inputs)
+            combined, _, _ = buffer.combine(received, handle)
+            buffer.raise_pending()
+            equal(combined, inputs.x, "combined")
 
 
 def check_scratch_of_combine(case: Case, num_tensors: int) -> None:

@@ -397,7 +397,7 @@ _BASES = "find_dispatch_bases_between(params, waiter, epoch, call, base, totals)
 _VERDICT = "stream.send(1, (sizeof(Verdict) + 15) / 16 * 16, 1)"
 _AGREE = "agree(params, waiter, link, call)"
 _SLOT = "stream.wait_free(record.chunk)"
-_FREE = "stream(part).is_free(part.chunk)"
+_FREE = "stream(domain).is_free(chunk)"
 
 
 def _end(name: str, *places: tuple[str, str, str]) -> list[Step]:
@@ -423,7 +423,7 @@ ENDS = [
     ),
     *_end("has sent some records", (_DISPATCH, _SLOT, f"(record.chunk > {_SOME_CHUNKS} ? {_END} : {_SLOT})")),
     *_end("has agreed on a combine", (_COMBINE, "shared_status == kSent && warp < kSendWarps", _END)),
-    *_end("has sent some rows home", (_SENDERS, _FREE, f"(part.chunk > {_SOME_CHUNKS} ? {_END} : {_FREE})")),
+    *_end("has sent some rows home", (_SENDERS, _FREE, f"(chunk > {_SOME_CHUNKS} ? {_END} : {_FREE})")),
 ]
 
 

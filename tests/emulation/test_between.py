@@ -173,6 +173,12 @@ def test_scratch_of_combine(run_emulated: RunEmulated, case: Case, num_tensors: 
 
 
 @pytest.mark.parametrize("transport", ["loopback", "tcp"])
+def test_ranks_that_read_chunks_of_their_peers_in_other_orders(run_emulated: RunEmulated, transport: str) -> None:
+    check = "emulation.domains.check_sums_in_other_orders"
+    run_emulated(3, "emulation.domains.check_over", transport, check, 20.0)
+
+
+@pytest.mark.parametrize("transport", ["loopback", "tcp"])
 def test_link_alone(run_emulated: RunEmulated, transport: str) -> None:
     case = Case("link", 4, 20, num_ranks_per_domain=2)
     run_emulated(4, "emulation.domains.check_over", transport, "emulation.domains.check_link_alone", case)

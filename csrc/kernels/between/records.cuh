@@ -74,6 +74,7 @@ class Records {
     return true;
   }
 
+ private:
   // Claims a part, and returns its first record. Returns false if there is none.
   __device__ bool next_part(Record& part) {
     const int num_peers = grid_.num_domains - 1, per_chunk = layout_.per_chunk;
@@ -92,7 +93,6 @@ class Records {
     }
   }
 
- private:
   const Grid& grid_;
   const RecordLayout& layout_;
   const int num_control_chunks_;

@@ -77,6 +77,8 @@ class Chunks {
     }
   }
 
+  __device__ bool wait_next(Chunk&, bool*) { return false; }
+
   // Experts' rows are ready once they are summed.
   __device__ bool is_ready(const Chunk& chunk) const {
     if constexpr (!kFromExperts) return true;

@@ -66,7 +66,9 @@ class PieceWalk {
 // Sends all runs of a warp. Collective over the warp, with kSendRingBytes of stages and kMaxStages barriers. Returns
 // false if a wait was given up. What is sent:
 //   Run                  a run of rows
-//   next(run)            goes on to the next run; false if there is none
+//   next(run)            goes on to the next run, without a wait; false if there is none
+//   wait_next(run, ok)   where next() has found none: waits for one; false if none is left, or with *ok false if the
+//                        wait is given up. The warp holds no rows
 //   is_ready(run)        whether it can be sent now
 //   wait_ready(run)      waits until then; false if the wait is given up
 //   kLoadsEarly          whether it can be loaded before it is ready
@@ -80,8 +82,9 @@ __device__ bool send_runs(Runs& runs, const Pieces& pieces, uint8_t* stages, uin
   RowRing<kWindow> ring(stages, barriers, min(kSendRingBytes / pieces.num_bytes, kMaxStages), pieces.num_bytes, lane);
   const auto pieces_of = [&](const Run& of) { return PieceWalk(runs.blocks(of), pieces.num_bytes); };
   Run run{}, next{};
-  bool has_run = runs.next(run), has_next = false;
-  if (!has_run) return true;
+  bool ok = true, has_next = false;
+  bool has_run = runs.next(run) || runs.wait_next(run, &ok);
+  if (!has_run) return ok;
 
   // The first pieces of the next run are loaded while this one is sent, so that no load is waited for.
   PieceWalk asked = pieces_of(run);
@@ -117,7 +120,6 @@ __device__ bool send_runs(Runs& runs, const Pieces& pieces, uint8_t* stages, uin
     report();
   };
 
-  bool ok = true;
   while (has_run) {
     if (!runs.is_ready(run)) {
       report_now();  // what the run waits for may wait for the one before
@@ -144,6 +146,10 @@ __device__ bool send_runs(Runs& runs, const Pieces& pieces, uint8_t* stages, uin
     has_sent = true;
     run = next;
     has_run = has_next;
+    if (!has_run) {
+      report_now();  // what the warp waits for may wait for this run
+      has_run = runs.wait_next(run, &ok);
+    }
     if (!is_in_next) {
       asked = pieces_of(run);
       asked_from = runs.from(run);

@@ -274,7 +274,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (shared_status == kSent && warp < kSendWarps) {
     uint8_t* stages = shared + warp * kSendRingBytes;
     if constexpr (kIsAlone) {
-      PartsHome<Link> parts(params, tables, streams, waiter, link, queues[warp]);
+      PartsHome<Link> parts(params, tables, streams, waiter, link, epoch,
+                            (blockIdx.x * kSendWarps + warp) % grid.num_domains, queues[warp]);
       const int num_blocks = are_rows_together(params) ? 1 : kRowsOfPart;
       const Pieces pieces(num_blocks, kRowsOfPart / num_blocks * params.row_bytes, params.window_bytes, gridDim.x);
       ok = send_runs(parts, pieces, stages, send_barriers[warp]);

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "kernels/combine/sum_rows.cuh"
-#include "kernels/combine_between/tables.cuh"
+#include "kernels/combine_between/part_claims.cuh"
 
 namespace hybrid_ep {
 namespace {
@@ -32,10 +32,9 @@ class DomainSums {
         waiter_(waiter),
         link_(link),
         epoch_(epoch),
-        parts_(own_part<uint32_t>(params.between, params.between.layout.items)),
+        claims_(params, streams, waiter, link, epoch, first_domain, true),
         last_flags_(last_flags),
-        run_rows_(rows_per_run(params)),
-        turn_(first_domain) {
+        run_rows_(rows_per_run(params)) {
     for (int r = threadIdx.x % 32; r < params.between.grid.ranks_per_domain; r += 32) last_flags_[r] = -1;
     __syncwarp();
   }
@@ -45,7 +44,7 @@ class DomainSums {
   __device__ int end() const { return params_.row_bytes; }
   __device__ bool ok() const { return ok_; }
   // Whether next() will return nothing more.
-  __device__ bool is_done() const { return !ok_ || all_claimed_; }
+  __device__ bool is_done() const { return !ok_ || claims_.is_done(); }
 
   __device__ bool next(SourceWalk<1, uint8_t>& walk) {
     while (next_index_ < part_end_ || claim()) {
@@ -127,56 +126,17 @@ class DomainSums {
 
   // Claims a part. Waits for one whose slot is free only if the warp holds no rows. Returns false if it has none.
   __device__ bool claim() {
-    while (ok_ && !all_claimed_) {
-      int blocked = -1;
-      if (claim_free_part(blocked)) return true;
-      if (all_claimed_ || num_open_ > 0) return false;
-      if (blocked < 0) continue;  // other warps have claimed the last parts of a domain
-      const ChunkStream<Link> waits_for = stream(blocked);
-      const int peer = kRankElsewhere + params_.between.grid.peer_in(blocked);
-      const bool is_free = threadIdx.x % 32 > 0 || waiter_.until([&] { return has_free_part(); }, waits_for.lost(),
-                                                                 epoch_, peer, WaitTag::kCredits);
-      ok_ = __all_sync(kAllLanes, is_free);
+    Part part;
+    if (!ok_ || !claims_.claim(part, num_open_ == 0, [&](int domain, int number) { return is_free(domain, number); })) {
+      ok_ &= claims_.ok();
+      return false;
     }
-    return false;
-  }
-
-  // Claims the next part of the first domain, from the warp's turn on, that has one with a free slot. `blocked` is a
-  // domain whose slot is not free. If other warps claim at the same time, the warp gets a later part, whose slot may
-  // not be free yet. Collective.
-  __device__ bool claim_free_part(int& blocked) {
-    const int num_domains = params_.between.grid.num_domains;
-    bool is_left = false;
-    for (int first = 0; first < num_domains; first += 32) {
-      const int i = first + threadIdx.x % 32, domain = (turn_ + i) % num_domains;
-      const int part = i < num_domains ? static_cast<int>(ptx::load_relaxed_gpu(parts_ + domain)) : 0;
-      const int end = i < num_domains ? num_records(domain) : 0;
-      const bool has_part = first_record(params_.record, part) < end, can_claim = has_part && is_free(domain, part);
-      is_left |= __ballot_sync(kAllLanes, has_part) != 0;
-      for (unsigned left = __ballot_sync(kAllLanes, can_claim); left != 0; left &= left - 1) {
-        const int holder = __ffs(left) - 1;
-        const bool claims = static_cast<int>(threadIdx.x % 32) == holder;
-        const int claimed = claims ? static_cast<int>(ptx::increment_relaxed_gpu(parts_ + domain)) : 0;
-        const int begin = first_record(params_.record, __shfl_sync(kAllLanes, claimed, holder));
-        const int num_records = __shfl_sync(kAllLanes, end, holder);
-        if (begin >= num_records) continue;
-        begin_part(__shfl_sync(kAllLanes, domain, holder), begin, num_records);
-        return true;
-      }
-      const unsigned without_slot = __ballot_sync(kAllLanes, has_part && !can_claim);
-      if (without_slot != 0 && blocked < 0) blocked = __shfl_sync(kAllLanes, domain, __ffs(without_slot) - 1);
-    }
-    all_claimed_ = !is_left;
-    return false;
-  }
-
-  __device__ void begin_part(int domain, int begin, int num_records) {
-    domain_ = domain;
-    next_index_ = begin;
-    part_end_ = end_of_part(params_.record, begin, num_records);
-    turn_ = domain + 1;
-    next_destination_ = load_destination(domain, begin);
+    domain_ = part.domain;
+    next_index_ = part.begin;
+    part_end_ = part.end;
+    next_destination_ = load_destination(domain_, next_index_);
     has_slot_ = false;
+    return true;
   }
 
   // Whether the slot of the warp's part is free; waits for it if the warp holds no rows. Collective.
@@ -189,18 +149,6 @@ class DomainSums {
     __syncwarp();  // passes on what lane 0 has acquired
     has_slot_ = ok_;
     return ok_;
-  }
-
-  // Whether some domain has a part with a free slot, or none has one that is not claimed. One thread.
-  __device__ bool has_free_part() const {
-    bool is_left = false;
-    for (int domain = 0; domain < params_.between.grid.num_domains; ++domain) {
-      const int part = static_cast<int>(ptx::load_relaxed_gpu(parts_ + domain));
-      if (first_record(params_.record, part) >= num_records(domain)) continue;
-      if (is_free(domain, part)) return true;
-      is_left = true;
-    }
-    return !is_left;
   }
 
   // The flag of the run of a lane's destination; −1: the row is this rank's own, or there is none.
@@ -308,17 +256,16 @@ class DomainSums {
   const Waiter& waiter_;
   const Link& link_;
   const uint32_t epoch_;
-  uint32_t* const parts_;  // [D] claimed of each domain
+  PartClaims<Link> claims_;
   int* const last_flags_;  // for each rank the flag that was seen last, of a run that has arrived
   const int run_rows_;
-  int turn_;  // domain that is asked first for a chunk
   int domain_ = 0, next_index_ = 0, part_end_ = 0;
   int next_destination_ = -1;  // of the next record, as the route has it; loaded while the row before is summed
   int row_ = -1;
   StoredPart stored_{};
   int num_open_ = 0;       // rows that are not summed yet
   bool has_slot_ = false;  // the slot of the part's chunk is free
-  bool all_claimed_ = false, ok_ = true;
+  bool ok_ = true;
 };
 
 }  // namespace

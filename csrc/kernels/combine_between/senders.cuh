@@ -5,7 +5,7 @@
 #pragma once
 
 #include "kernels/combine/chunk_reports.cuh"
-#include "kernels/combine_between/tables.cuh"
+#include "kernels/combine_between/part_claims.cuh"
 
 namespace hybrid_ep {
 namespace {
@@ -47,6 +47,8 @@ class RowsToSum {
     }
     return false;
   }
+
+  __device__ bool wait_next(Run&, bool*) { return false; }
 
   // The arena has room for all rows.
   __device__ bool is_ready(const Run&) const { return true; }
@@ -122,82 +124,96 @@ __device__ bool are_rows_together(const CombineBetweenParams& params) {
 template <typename Link>
 class PartsHome {
  public:
-  using Run = Record;
+  using Run = Part;
   static constexpr bool kLoadsEarly = true;
 
   __device__ PartsHome(const CombineBetweenParams& params, const CombineTables& tables, Streams& streams,
-                       const Waiter& waiter, const Link& link, ReportQueue& queue)
+                       const Waiter& waiter, const Link& link, uint32_t epoch, int first_domain, ReportQueue& queue)
       : params_(params),
         tables_(tables),
         streams_(streams),
         waiter_(waiter),
         link_(link),
         queue_(queue),
-        records_(params.between.grid, params.record, kControlChunks, streams.num_records,
-                 own_part<uint32_t>(params.between, params.between.layout.items)) {}
+        claims_(params, streams, waiter, link, epoch, first_domain, false) {}
 
-  __device__ bool next(Record& part) { return records_.next_part(part); }
-
-  // Whether the slot of the part's chunk is free.
-  __device__ bool is_ready(const Record& part) const {
-    if (part.chunk < num_free(part)) return true;
-    return note_free(part, threadIdx.x % 32 > 0 || stream(part).is_free(part.chunk));
-  }
-  __device__ bool wait_ready(const Record& part) const {
-    return note_free(part, threadIdx.x % 32 > 0 || stream(part).wait_free(part.chunk));
+  __device__ bool next(Part& part) { return claim(part, false); }
+  __device__ bool wait_next(Part& part, bool* ok) {
+    const bool has_part = claim(part, true);
+    *ok = claims_.ok();
+    return has_part;
   }
 
-  __device__ Blocks blocks(const Record& part) const {
+  // Whether the slot of the part's chunk is free: not always, if other warps have claimed parts at the same time.
+  __device__ bool is_ready(const Part& part) const {
+    return pass_on(threadIdx.x % 32 > 0 || is_free(part.domain, part_of(params_.record, part.begin)));
+  }
+  __device__ bool wait_ready(const Part& part) const {
+    return pass_on(threadIdx.x % 32 > 0 || stream(part.domain).wait_free(chunk_of(part)));
+  }
+
+  __device__ Blocks blocks(const Part& part) const {
     if (are_rows_together(params_)) return {1, num_rows(part) * params_.row_bytes, 0};
     return {num_rows(part), params_.row_bytes, params_.record.num_bytes};
   }
-  __device__ const uint8_t* from(const Record& part) const {
-    return params_.rows + first_row(part) * params_.row_bytes;
-  }
-  __device__ uint8_t* to(const Record& part) const {
-    return stream(part).send_slot(part.chunk) + part.begin % params_.record.per_chunk * params_.record.num_bytes;
+  __device__ const uint8_t* from(const Part& part) const { return params_.rows + first_row(part) * params_.row_bytes; }
+  __device__ uint8_t* to(const Part& part) const {
+    return stream(part.domain).send_slot(chunk_of(part)) +
+           part.begin % params_.record.per_chunk * params_.record.num_bytes;
   }
 
   // Writes weights, and zeros for rows that x does not have.
-  __device__ void finish(const Record& part) const {
+  __device__ void finish(const Part& part) const {
     const int lane = threadIdx.x % 32, num_weights = params_.num_weights, num_here = num_rows(part);
-    if (num_weights == 0 && num_here == part.part_size()) return;
+    if (num_weights == 0 && num_here == part.size()) return;
     uint8_t* target = to(part);
-    for (int j = lane; j < part.part_size() * num_weights; j += 32) {
+    for (int j = lane; j < part.size() * num_weights; j += 32) {
       const int i = j / num_weights;
       auto* weights = reinterpret_cast<float*>(target + i * params_.record.num_bytes + params_.record.weights);
       weights[j % num_weights] = i < num_here ? params_.weights[first_row(part) * num_weights + j] : 0.0f;
     }
-    for (int i = num_here; i < part.part_size(); ++i) {
+    for (int i = num_here; i < part.size(); ++i) {
       auto* row = reinterpret_cast<uint4*>(target + i * params_.record.num_bytes);
       for (int j = lane; j < params_.row_bytes / 16; j += 32) row[j] = make_uint4(0, 0, 0, 0);
     }
   }
 
-  __device__ void report(const Record& part) const {
+  __device__ void report(const Part& part) const {
     if (threadIdx.x % 32 == 0) push_report(queue_, part.domain << 16 | part.begin);
   }
 
  private:
   static_assert(kMaxTokens <= 1 << 16 && kMaxDomains < 1 << 15);
 
-  __device__ ChunkStream<Link> stream(const Record& part) const {
-    return {params_.between, waiter_, link_, part.domain, streams_.first};
+  __device__ ChunkStream<Link> stream(int domain) const {
+    return {params_.between, waiter_, link_, domain, streams_.first};
   }
-  __device__ int& num_free(const Record& part) const { return streams_.num_free[threadIdx.x / 32][part.domain]; }
-  __device__ int64_t first_row(const Record& part) const {
-    return tables_.send_begin[part.domain] + static_cast<int64_t>(part.begin);
+  __device__ int chunk_of(const Part& part) const { return kControlChunks + part.begin / params_.record.per_chunk; }
+
+  __device__ bool claim(Part& part, bool waits) {
+    return claims_.claim(part, waits, [&](int domain, int number) { return is_free(domain, number); });
   }
-  __device__ int num_rows(const Record& part) const {
-    return static_cast<int>(max(int64_t{0}, min(int64_t{part.part_size()}, params_.num_rows - first_row(part))));
+  // Whether the slot of a domain's part is free. One lane.
+  __device__ bool is_free(int domain, int number) const {
+    const int chunk = kControlChunks + number / parts_per_chunk(params_.record);
+    int& num_free = streams_.num_free[threadIdx.x / 32][domain];
+    if (chunk < num_free) return true;
+    if (!stream(domain).is_free(chunk)) return false;
+    num_free = chunk + stream(domain).num_with_credit(chunk);
+    return true;
   }
-  // Shares with the warp what lane 0 has seen: whether the slot is free. Collective.
-  __device__ bool note_free(const Record& part, bool is_free) const {
+  // Shares with the warp what lane 0 has seen and acquired.
+  __device__ bool pass_on(bool is_free) const {
     is_free = __all_sync(kAllLanes, is_free);
-    __syncwarp();  // all lanes have read the count; a vote orders no memory
-    if (is_free && threadIdx.x % 32 == 0) num_free(part) = part.chunk + stream(part).num_with_credit(part.chunk);
     __syncwarp();
     return is_free;
+  }
+
+  __device__ int64_t first_row(const Part& part) const {
+    return tables_.send_begin[part.domain] + static_cast<int64_t>(part.begin);
+  }
+  __device__ int num_rows(const Part& part) const {
+    return static_cast<int>(max(int64_t{0}, min(int64_t{part.size()}, params_.num_rows - first_row(part))));
   }
 
   const CombineBetweenParams& params_;
@@ -206,7 +222,7 @@ class PartsHome {
   const Waiter& waiter_;
   const Link& link_;
   ReportQueue& queue_;
-  Records records_;
+  PartClaims<Link> claims_;
 };
 
 // Counts a part that has arrived, as PartsHome has reported it, and sends the chunk with the last one. One thread.
