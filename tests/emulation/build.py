@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pybind11
 
-from tests.emulation.steps import STEPS, can_leave_out
+from tests.emulation.steps import ENDS, STEPS, can_leave_out
 
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
@@ -67,7 +67,7 @@ def build(out: Path) -> Path:
         "_nvshmem": [translate(original, "nvshmem_") for original in of_nvshmem],
     }
     headers = out / "headers"  # found before those of csrc
-    for file in sorted({step.file for step in STEPS if step.file.endswith(".cuh")}):
+    for file in sorted({step.file for step in (*STEPS, *ENDS) if step.file.endswith(".cuh")}):
         target = headers / file
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(f'#line 1 "{CSRC / file}"\n' + can_leave_out(file, (CSRC / file).read_text()))
