@@ -105,7 +105,7 @@ class CudaBetween(TorchEngine):
     def __init__(self, group: dist.ProcessGroup, grid: RankGrid, timeout_s: float, number: int) -> None:
         if refusal := refusal_of_grid(grid):
             raise ConfigError(refusal)
-        super().__init__(group, grid, timeout_s, number)
+        super().__init__(group, grid, timeout_s, number, lag_s=LowLatencyBetween.lag_s(timeout_s))
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._index: int = torch.cuda.current_device()
         roll_call = roll_call_among(group, grid.rank, grid.domain, timeout_s, number)
@@ -479,7 +479,7 @@ class CudaBetween(TorchEngine):
         kernels.raise_before_barrier(kernels.lately_masked)
         super().set_masked(kernels.note_told(), True)
         kernels.drain()
-        super().barrier()
+        self.meet(after_loss=kernels.knows_loss)
         kernels.reset(self.take_number())
         torch.cuda.synchronize(self.device)
         super().barrier()

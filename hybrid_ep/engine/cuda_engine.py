@@ -121,7 +121,7 @@ class CudaEngine(Engine):
         self.transport = "none" if grid.num_ranks == 1 else "NVLink"
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._index: int = torch.cuda.current_device()
-        self._torch = TorchEngine(group, grid, timeout_s, number)
+        self._torch = TorchEngine(group, grid, timeout_s, number, lag_s=CudaLowLatency.lag_s(timeout_s))
         self.traffic = self._torch.traffic
         roll_call = RollCall(group, grid.rank, timeout_s, number)
         self._control = SymmetricMemory.allocate(_cuda.control_bytes, roll_call, self.device)
@@ -353,7 +353,7 @@ class CudaEngine(Engine):
         self._raise_late()
         self._low_latency.raise_before_barrier(self._low_latency.lately_masked)
         self._torch.set_masked(self._low_latency.note_told(), True)
-        self._torch.barrier()
+        self._torch.meet(after_loss=self._low_latency.knows_loss)
         self._low_latency.reset(self._torch.take_number())
         torch.cuda.synchronize(self.device)
         self._torch.barrier()

@@ -81,7 +81,7 @@ class LowLatencyBetween(CudaLowLatency):
 
     # Receiving kernels of a domain wait for each other for two seconds longer (csrc/runtime/low_latency_between.cpp),
     # and ranks do not begin a call at once.
-    _grace_s = 3.0
+    grace_s = 3.0
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ class LowLatencyFaults(abc.ABC):
             the other half, so that a peer which has waited for as long can write its note. None: it does not.
     """
 
-    _grace_s = 1.0  # by how much later than this rank another one may give up a call
+    grace_s = 1.0  # by how much later than this rank another one may give up the same call
 
     def __init__(
         self,
@@ -73,6 +73,15 @@ class LowLatencyFaults(abc.ABC):
         self.has_found_loss = False  # since the last barrier
         self._blame = self._new_blame()
         self._regions: list[Region] = []  # the last is in use; graphs have the addresses of those before
+
+    @classmethod
+    def lag_s(cls, timeout_s: float) -> float:
+        """By how much later than this rank another one may find the loss of a rank.
+
+        Rows of the lost rank may have reached the other one. It then makes one more call, and waits there as long as
+        this rank has. It cannot be two calls ahead, because the second needs rows of this rank.
+        """
+        return timeout_s + cls.grace_s
 
     @abc.abstractmethod
     def set_masked(self, ranks: Iterable[int], masked: bool) -> None:
@@ -176,7 +185,7 @@ class LowLatencyFaults(abc.ABC):
         if board is not None:
             board = board.at("session {}.{}".format(*self._losses.period))
         self._regions_in_use = RegionsInUse(board, self._grid.rank)
-        return Blame(board, self._grid.rank, 0.0, grace_s=self._grace_s)
+        return Blame(board, self._grid.rank, 0.0, grace_s=self.grace_s)
 
     def raise_fault(self, known: Collection[int] = (), *, holds_overflow: bool = False) -> None:
         """Raises `take_fault`. With `holds_overflow` an OverflowError is kept for the next call without it."""

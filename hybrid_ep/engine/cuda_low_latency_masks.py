@@ -80,6 +80,11 @@ class LowLatencyMasks(LowLatencyFaults):
         elif refusal.peer is not None:
             set_masked(range(self._grid.num_ranks), False)  # for the rendezvous after a cleaning
 
+    @property
+    def knows_loss(self) -> bool:
+        """Whether a rank has been lost or masked since the last barrier, or is masked."""
+        return self.has_found_loss or bool(self.lately_masked)
+
     def note_losses(self) -> None:
         """Masks a rank that a kernel has reported as given up, and raises any other fault.
 

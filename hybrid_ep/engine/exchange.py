@@ -53,6 +53,8 @@ class Exchange:
         grid: its geometry.
         timeout_s: how long to wait for a rank, from the moment in which it is needed until its loss is raised.
         number: of the buffer among those of the group, equal at all ranks.
+        lag_s: by how much later than this rank another one may find the same loss, where calls find losses without
+            closing connections. Ranks that meet after a loss wait so much longer.
 
     Attributes:
         grid: as given.
@@ -62,11 +64,13 @@ class Exchange:
         is_left_out: whether the others have gone on without this rank.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, grid: RankGrid, timeout_s: float, number: int) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, grid: RankGrid, timeout_s: float, number: int, lag_s: float = 0.0
+    ) -> None:
         self.grid, self.traffic, self.number = grid, Traffic(), number
         self.masked: set[int] = set()
         self.may_mask = self.is_left_out = False
-        self._timeout_s = timeout_s
+        self._timeout_s, self._lag_s = timeout_s, lag_s
         self._call_number = 0
         self._tag = 0
         self._step = 0
@@ -194,8 +198,8 @@ class Exchange:
         """Returns a number in which bit r is set if rank r is masked, for the ranks that it has bits for."""
         return sum(1 << r for r in self.masked if r < _MAX_MASK_BITS)
 
-    def barrier(self) -> None:
-        """Returns when every rank that is not masked has called it.
+    def barrier(self, *, after_loss: bool = False) -> None:
+        """Returns when every rank that is not masked has called it. After a loss, it waits longer by `lag_s`.
 
         Ranks agree here on the number of the next call: one that was masked has counted fewer, and may join again.
         Connections that were given up, or that leave out a rank which is masked no longer, are made again.
@@ -213,15 +217,16 @@ class Exchange:
             return
         mine = encode({"buffer": self.number, "call": CALLS.index("barrier")})
         numbers = torch.full((self.grid.num_ranks,), self._call_number)
-        headers, numbers = self._swap_headers(mine, numbers, ranks, torch.device("cuda"), None)
+        lag_s = self._lag_s if after_loss else 0.0
+        headers, numbers = self._swap_headers(mine, numbers, ranks, torch.device("cuda"), None, lag_s)
         require_agreement(mine, self.grid.rank, dict(zip(ranks, headers, strict=True)))
         self._call_number = int(numbers.max())
 
     def leave_out(self, peer: int) -> None:
         """Goes on without a lost rank: agrees with the other survivors on who is left, and connects them.
 
-        All survivors make this call after the one that failed, each within the timeout. A rank that does not is left
-        out, and its next call raises. Only `barrier` brings it back.
+        All survivors make this call after the one that failed, each within the timeout and `lag_s`. A rank that does
+        not is left out, and its next call raises. Only `barrier` brings it back.
 
         Over NCCL no rank goes on: every later call raises. Messages of the failed call stay in the communicator, and a
         later call would receive them. And ranks that mask without agreement could split into groups that go on alone.
@@ -270,6 +275,7 @@ class Exchange:
         ranks: list[int],
         device: torch.device,
         wait_stats: Tensor | None,
+        lag_s: float = 0.0,
     ) -> tuple[list[list[int]], Tensor]:
         """Returns the headers of all ranks, and the counts that came with them.
 
@@ -283,7 +289,7 @@ class Exchange:
             header[len(FIELDS) :] = counts.to(device)
         gathered = header.new_empty(len(ranks), header.numel())
         incoming = {r: _bytes(gathered[i]) for i, r in enumerate(ranks)}
-        self._swap("header", dict.fromkeys(ranks, _bytes(header)), incoming, 0, wait_stats)
+        self._swap("header", dict.fromkeys(ranks, _bytes(header)), incoming, 0, wait_stats, lag_s)
         headers: list[list[int]] = gathered[:, : len(FIELDS)].tolist()
         return headers, gathered[:, len(FIELDS) :]
 
@@ -294,6 +300,7 @@ class Exchange:
         incoming: dict[int, Tensor],
         tag: int,
         wait_stats: Tensor | None,
+        lag_s: float = 0.0,
     ) -> None:
         me = self.grid.rank
         if me in incoming and incoming[me].numel():
@@ -312,12 +319,12 @@ class Exchange:
         staged = {r: _stage(t, link) for r, t in receives.items()}
         begun = link.transfer({r: _stage(t, link) for r, t in sends.items()}, staged, tag)
         failures: list[_Failure] = []
-        deadline = time.perf_counter() + max(self._blame.wait_s, _MIN_WAIT_S)
+        deadline = time.perf_counter() + max(self._blame.wait_s, _MIN_WAIT_S) + lag_s
         for peer, work in begun:
             self._wait(peer, work, deadline, failures, wait_stats)
         if failures:
             link.abort()
-            self._raise(step, failures[0])
+            self._raise(step, failures[0], self._timeout_s + lag_s)
         for r, tensor in receives.items():
             if staged[r] is not tensor:
                 tensor.copy_(staged[r])
@@ -360,7 +367,7 @@ class Exchange:
             raise TransportError(where, self.grid.rank, min(away), "it was lost in an earlier call and is left out")
         return self._link
 
-    def _raise(self, step: str, first: _Failure) -> NoReturn:
+    def _raise(self, step: str, first: _Failure, timeout_s: float) -> NoReturn:
         """Raises the error, which names the rank that caused the failure."""
         peer = self._blame.find(first.peer)
         self._blame.write_lost(peer)
@@ -375,7 +382,7 @@ class Exchange:
                     f"it has waited in a call of another buffer, whose number on the group is {other} there and "
                     f"{self.number} here; allowed: the same order on every rank, or a thread for each buffer"
                 )
-            error = TimeoutError(where, self.grid.rank, peer, detail, timeout_s=self._timeout_s)
+            error = TimeoutError(where, self.grid.rank, peer, detail, timeout_s=timeout_s)
         if self._link is not None:
             self.close()
             self._may_go_on = self._reconnects
@@ -415,7 +422,7 @@ class Exchange:
             self.grid.rank,
             self.active(range(self.grid.num_ranks)),
             json.dumps(self._call_number),
-            timeout_s=self._timeout_s,
+            timeout_s=self._timeout_s + self._lag_s,
             lost=lost,
         )
         if self.grid.rank in joined.members:
@@ -447,7 +454,8 @@ class Exchange:
             self.masked |= set(missing)
             self._connect(joined.members)
         if missing:
-            late = TimeoutError(self._label, self.grid.rank, missing[0], "it did not come", timeout_s=self._timeout_s)
+            waited_s = self._timeout_s + self._lag_s
+            late = TimeoutError(self._label, self.grid.rank, missing[0], "it did not come", timeout_s=waited_s)
             self._lost = late if self._link is None else None
             raise late
 

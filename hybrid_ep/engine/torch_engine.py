@@ -79,18 +79,27 @@ class TorchEngine(Engine):
         grid: geometry of the group.
         timeout_s: how long to wait for a peer (gloo; NCCL's own watchdog rules on GPUs).
         number: of the buffer among those of the group, equal at all ranks.
+        lag_s: as in `Exchange`; 0 for the calls of this engine: a rank that has lost another closes its connections.
     """
 
     name = "torch"
     completes_lost_calls = True
 
-    def __init__(self, group: dist.ProcessGroup | None, grid: RankGrid, timeout_s: float, number: int = 0) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        grid: RankGrid,
+        timeout_s: float,
+        number: int = 0,
+        *,
+        lag_s: float = 0.0,
+    ) -> None:
         super().__init__()
         self.grid = grid
         self.transport = "none" if group is None else "gloo" if uses_gloo(group) else dist.get_backend(group)
         self.device = None
         self.number = number
-        self._exchange = Exchange(group, grid, timeout_s, number)
+        self._exchange = Exchange(group, grid, timeout_s, number, lag_s)
         self.traffic = self._exchange.traffic
         self._low_latency = TorchLowLatency(self._exchange, timeout_s)
 
@@ -337,9 +346,13 @@ class TorchEngine(Engine):
         self._exchange.clean()
         self.lost.clear()
 
-    @one_at_a_time
     def barrier(self) -> None:
-        self._exchange.barrier()
+        self.meet(after_loss=False)
+
+    @one_at_a_time
+    def meet(self, *, after_loss: bool) -> None:
+        """As `barrier`. After a loss, it waits longer by `lag_s`."""
+        self._exchange.barrier(after_loss=after_loss)
         self.lost.intersection_update(self._exchange.masked)  # the others have come
 
     def take_number(self) -> int:

@@ -154,6 +154,15 @@ def test_survivors_go_on_without_a_rank_that_was_killed_after(emulated_module: P
         assert cluster.collect(survivors, limit_s=LIMIT_S) == [lost] * len(survivors)
 
 
+def test_ranks_wait_for_one_that_finds_the_loss_a_call_later(emulated_module: Path) -> None:
+    """In one domain. The dispatch of the lost rank has reached a rank that pauses before its combine."""
+    run_here = functools.partial(run, str(emulated_module), 0)
+    call = "multi_gpu.lost_ranks.join_and_lose_one_after", TIMEOUT_S, "some", 2, False, 0.9 * TIMEOUT_S
+    with VirtualCluster(NUM_RANKS) as cluster:
+        cluster.start(run_here, *call)
+        assert cluster.collect([0, 1], limit_s=LIMIT_S) == [2] * 2
+
+
 def test_rows_that_one_cta_has_dropped_are_not_announced(emulated_module: Path) -> None:
     with VirtualCluster(2) as cluster:
         cluster.run(run, str(emulated_module), 0, "emulation.dropped_rows.check_dropped_rows", 11, limit_s=LIMIT_S)

@@ -362,6 +362,14 @@ def test_ranks_a_call_ahead_do_not_leave_out_those_that_wait(emulated_module: Pa
         assert _named_by_survivors(cluster, 3) == [3] * 3
 
 
+def test_ranks_wait_for_one_that_finds_the_loss_a_call_later(emulated_module: Path) -> None:
+    """The dispatch of the lost rank has reached a rank that pauses before its combine."""
+    with _team(emulated_module, "loopback", 0, shrink=True) as (cluster, run_here):
+        pause_s = 0.9 * TIMEOUT_S
+        cluster.start(run_here, "multi_gpu.lost_ranks.lose_one_after", "some", 3, False, pause_s)
+        assert _named_by_survivors(cluster, 3) == [3] * 3
+
+
 @pytest.mark.parametrize(
     ("transport", "seed"),
     [

@@ -6,6 +6,7 @@ docs/cuda_engine.md tells users to, unless the buffer can go on without the lost
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
@@ -105,7 +106,7 @@ def call_until_lost() -> int:
             return team.members[_peer(error)]
 
 
-def lose_one_after(step: str, lost: int, is_ahead: bool = False) -> int:
+def lose_one_after(step: str, lost: int, is_ahead: bool = False, pause_s: float = 0.0) -> int:
     """A rank is killed inside a round trip; the others name it, meet, and go on without it.
 
     Args:
@@ -113,15 +114,16 @@ def lose_one_after(step: str, lost: int, is_ahead: bool = False) -> int:
             ``combine`` (all that it sends has arrived).
         lost: the rank.
         is_ahead: hosts learn of the loss when the round trip has ended, as where they run ahead of their GPUs.
+        pause_s: how long the rank that `some` has reached pauses before its combine, in which it finds the loss.
 
     Returns:
         Whom the error names.
     """
     team = _teams[-1]
     buffer, sent, rank = team.buffer, team.pool[0], team.buffer.rank
+    first = min({0, 1} - {lost})
     if rank == lost:
         if step == "some":
-            first = min({0, 1} - {lost})
             for r in set(range(len(team.members))) - {first, lost}:
                 buffer.low_latency_update_mask_buffer(r, True)
         x, topk_idx = sent.x[rank], sent.topk_idx[rank]
@@ -138,19 +140,22 @@ def lose_one_after(step: str, lost: int, is_ahead: bool = False) -> int:
             _kernels_of(buffer).drain()
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        if is_ahead:
-            with mock.patch.object(_kernels_of(buffer), "raise_fault"):
-                finish_round_trip(buffer, sent, start_round_trip(buffer, sent))
+        knows_late = mock.patch.object(_kernels_of(buffer), "raise_fault") if is_ahead else contextlib.nullcontext()
+        with knows_late:
+            started = start_round_trip(buffer, sent)
+            if rank == first:
+                time.sleep(pause_s)
+            finish_round_trip(buffer, sent, started)
         _low_latency_calls(team, 3)
     except hybrid_ep.TimeoutError as error:
         return _go_on_after(team, error)
     raise AssertionError("no rank was lost")
 
 
-def join_and_lose_one_after(timeout_s: float, step: str, lost: int) -> int:
+def join_and_lose_one_after(timeout_s: float, *given: Any) -> int:
     """Makes a team of all ranks of the cluster, for `lose_one_after`."""
     join(list(range(dist.get_world_size())), True, True, timeout_s)
-    return lose_one_after(step, lost)
+    return lose_one_after(*given)
 
 
 def go_on_after_loss() -> int:
@@ -292,9 +297,9 @@ def lose_one_that_has_not_forwarded(lost: int) -> int | None:
 
 
 def _kernels_of(buffer: hybrid_ep.Buffer) -> Any:
-    """The low-latency calls of a buffer of several domains."""
+    """The low-latency calls of a buffer."""
     engine: Any = buffer.engine
-    return engine._low_latency_kernels
+    return engine._low_latency if engine.grid.num_domains == 1 else engine._low_latency_kernels
 
 
 def _raise_flags_of(buffer: hybrid_ep.Buffer, peer: int) -> None:

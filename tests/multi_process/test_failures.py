@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 from hybrid_ep import Buffer, TimeoutError, TransportError
+from hybrid_ep.core.geometry import RankGrid
+from hybrid_ep.engine.torch_engine import TorchEngine
 from hybrid_ep.testing.cluster import RankError, VirtualCluster
 from tests.battery import low_latency, normal
 from tests.battery.cases import Case
@@ -123,6 +125,51 @@ def test_meetings_name_the_rank_that_each_has_lost() -> None:
         for blamed, call_is_new in cluster.collect([0, 1], limit_s=120):
             assert blamed == [VICTIM, VICTIM + 1]
             assert call_is_new
+
+
+def _meet_after_loss(timeout_s: float, lag_s: float) -> list[int]:
+    """Two ranks lose another, and the last finds that out later than `timeout_s`; returns the masks."""
+    rank, victim = dist.get_rank(), 1
+    engine = TorchEngine(dist.group.WORLD, RankGrid(rank, 3, 3), timeout_s, lag_s=lag_s)
+    engine.allow_masks(only_masks_lost=False)
+    for meeting in range(2):
+        engine.barrier()
+        if rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 2:
+            time.sleep(1.5 * timeout_s)
+        if meeting == 0:  # rank 0 sees at once that a connection is closed
+            with pytest.raises(TransportError) as lost:
+                engine.barrier()
+            assert lost.value.peer == victim
+            engine.leave_out(victim)
+        else:
+            engine.meet(after_loss=True)
+    masks: list[int] = engine.masked().tolist()
+    return masks
+
+
+def test_ranks_wait_for_one_that_finds_a_loss_a_call_later() -> None:
+    with VirtualCluster(3) as cluster:
+        cluster.start(_meet_after_loss, 4.0, 8.0)
+        assert cluster.collect([0, 2], limit_s=60) == [[0, 1, 0]] * 2
+
+
+def _come_too_late(timeout_s: float, lag_s: float) -> str:
+    """A rank does not come after a loss either; returns what the other is told."""
+    engine = TorchEngine(dist.group.WORLD, RankGrid(dist.get_rank(), 2, 2), timeout_s, lag_s=lag_s)
+    if dist.get_rank() == 1:
+        time.sleep(2 * (timeout_s + lag_s))
+        return ""
+    with pytest.raises(TimeoutError) as lost:
+        engine.meet(after_loss=True)
+    return str(lost.value)
+
+
+def test_the_wait_after_a_loss_ends() -> None:
+    with VirtualCluster(2) as cluster:
+        told = cluster.run(_come_too_late, 2.0, 1.0, limit_s=60)[0]
+    assert told.startswith("barrier: header: rank 0 waited 3 s for rank 1: ")
 
 
 def _wait_in_vain(timeout_s: float) -> bool:
