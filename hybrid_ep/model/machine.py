@@ -26,7 +26,9 @@ class Machine:
         nvlink: out of a GPU, and into it, by the vendor's data sheet.
         nvlink_efficiency: share of it that rows reach.
         sm_push: rows that an SM pushes, to its own GPU too.
-        sm_sum: rows that an SM of combine takes in or sends.
+        sm_sum: rows that an SM of combine takes in or sends, in one domain.
+        warp_sum: rows that a warp of combine takes in, between domains.
+        part_us: for such a warp to claim a part of a chunk, and to see its sums written.
         local_copy: rows of a low-latency call that a GPU copies or sums in its own memory.
         launch_us: an empty kernel, by the timer of `hybrid-ep bench`.
         dispatch_us: of a dispatch, beside rows and ranks: counts, offsets, first and last row.
@@ -49,6 +51,8 @@ class Machine:
     nvlink_efficiency: float = _constant(0.78, "2 GPUs; docs/design/cuda_engine.md and the wire alone: 320 … 370 GB/s")
     sm_push: float = _constant(50.0, "2 GPUs; csrc/runtime/sm_model.cpp has the same")
     sm_sum: float = _constant(62.0, "2 GPUs")
+    warp_sum: float = _constant(3.45, "a combine of 2 × 1 H100 without a limit; docs/measured/h100.md")
+    part_us: float = _constant(2.0, "2 × 2 H100 without a limit: parts and whole chunks; docs/design/cuda_engine.md")
     local_copy: float = _constant(2250.0, "2 GPUs")
     launch_us: float = _constant(5.2, "timer_floor_us of benchmarks/results")
     dispatch_us: float = _constant(14.0, "2 GPUs; time stamps in docs/measured/cuda_engine.md: 11.5 + 3.3")

@@ -16,11 +16,17 @@ from hybrid_ep import _C
 from hybrid_ep.model.machine import Machine
 from hybrid_ep.model.question import Question
 from hybrid_ep.model.traffic import CallTraffic, Rows, expected_rows, traffic_of
+from hybrid_ep.model.warps import (
+    DISPATCH_SEND_WARPS,
+    DISPATCH_THREADS,
+    DOMAIN_WARPS,
+    HOME_WARPS,
+    PUSH_WARPS,
+    RECORDS_OF_PART,
+)
 
 __all__ = ["Prediction", "predict"]
 
-_PUSH_WARPS = 3  # three that take whole chunks stand for the eight of a CTA, which take parts of them
-_DISPATCH_THREADS = 512  # of a CTA of dispatch_between, whose warps publish and read
 _KB_US = 1e3  # bytes per µs at 1 GB/s
 _WORK_REQUESTS_PER_CHUNK = 2  # the chunk and its flag
 
@@ -81,26 +87,27 @@ def _normal(question: Question, rows: Rows, call: str) -> Prediction:
     num_sms = question.num_sms
     if is_dispatch:
         hops["SMs"] = max(traffic.pushed, traffic.forwarded) / (num_sms * machine.sm_push * _KB_US)
-    else:
-        # Each row is sent once and summed once; between domains the sums are sent, and summed again at home.
-        moved = traffic.hops["NVLink out"].most + traffic.pushed + traffic.forwarded
-        moved += traffic.hops["network out"].most + traffic.hops["network in"].most
+    elif question.num_domains == 1:
+        # Each row is sent once and summed once.
+        moved = traffic.hops["NVLink out"].most + traffic.pushed
         hops["SMs"] = moved / (num_sms * machine.sm_sum * _KB_US)
+    else:
+        hops["SMs"] = _sums(question, rows, traffic, max(_nvlink(machine, traffic).values()))
     if question.num_domains > 1:
         assert traffic.record is not None
         chunk_bytes = min(traffic.record.per_chunk * traffic.record.num_bytes, traffic.to_peer)
         one_way = machine.proxy_us + machine.nic_latency_us
-        # A warp builds a chunk, and another one reads it.
-        touch = chunk_bytes / (machine.sm_push / _PUSH_WARPS * _KB_US)
+        # Warps build the parts of a chunk, and others read it.
+        build, read = _touch(question, rows, traffic, is_dispatch)
         transit = one_way + chunk_bytes / (machine.nic_rate * _KB_US)
         fixed["domains agree"] = _agreement(question, is_dispatch, one_way)
-        fixed["first chunk"] = touch + transit
-        fixed["last chunk"] = touch
+        fixed["first chunk"] = build + transit
+        fixed["last chunk"] = read
         hops |= _network(machine, traffic)
         requests = _WORK_REQUESTS_PER_CHUNK * traffic.messages + traffic.credits
         hops["messages"] = requests * machine.post_us
         # To one peer: a window of chunks for each round trip of chunk, reading and credit.
-        hops["credits"] = traffic.to_peer / traffic.in_flight * (transit + touch + one_way)
+        hops["credits"] = traffic.to_peer / traffic.in_flight * (build + transit + read + one_way)
     return Prediction(call, traffic, fixed, hops, serial=False)
 
 
@@ -118,6 +125,50 @@ def _low_latency(question: Question, rows: Rows, call: str) -> Prediction:
         fixed["link"] = machine.proxy_us + machine.nic_latency_us
         hops["messages"] = _WORK_REQUESTS_PER_CHUNK * traffic.messages * machine.post_us
     return Prediction(call, traffic, fixed, hops, serial=True)
+
+
+def rows_of_record(rows: Rows) -> float:
+    """Rows that a record is the sum of, in its domain."""
+    return float(rows.at_rank.sum() / rows.at_domain.sum())
+
+
+def _touch(question: Question, rows: Rows, traffic: CallTraffic, is_dispatch: bool) -> tuple[float, float]:
+    """Returns how long a warp takes to build a part of a chunk, and to read what has arrived."""
+    machine = question.machine
+    assert traffic.record is not None
+    part_bytes = min(RECORDS_OF_PART, traffic.record.per_chunk) * traffic.record.num_bytes
+    if is_dispatch:
+        part_us = min(part_bytes, traffic.to_peer) / (machine.sm_push / DISPATCH_SEND_WARPS * _KB_US)
+        return part_us, part_us
+    row_us = traffic.record.num_bytes / (machine.warp_sum * _KB_US)
+    home_us = float(rows.at_domain.sum()) * row_us  # one row of each domain
+    if question.num_ranks_per_domain == 1:
+        return part_bytes / (machine.sm_push / PUSH_WARPS * _KB_US), home_us
+    return machine.part_us + rows_of_record(rows) * part_bytes / (machine.warp_sum * _KB_US), home_us
+
+
+def _sums(question: Question, rows: Rows, traffic: CallTraffic, pushed_us: float) -> float:
+    """Returns how long the warps of a combine between domains take, which share its work by roles.
+
+    A warp with no work left in its role goes on to the next one: from pushing rows, which takes `pushed_us`, to the
+    sums for each domain, and from these to the sums at home. No warp goes back.
+    """
+    machine, num_sms = question.machine, question.num_sms
+    assert traffic.record is not None
+    warp_rate = machine.warp_sum * _KB_US
+    home_us = rows.num_tokens * float(rows.at_domain.sum()) * traffic.record.num_bytes / warp_rate
+    if question.num_ranks_per_domain == 1:
+        pushed_us = traffic.hops["network out"].most / (num_sms * machine.sm_push * _KB_US)
+        return max(pushed_us, home_us / (num_sms * (DOMAIN_WARPS + HOME_WARPS)))
+    num_records = rows.num_tokens * rows.num_domains * float(rows.at_domain.max())
+    domain_us = (traffic.pushed + traffic.forwarded) / warp_rate
+    domain_us += num_records / min(RECORDS_OF_PART, traffic.record.per_chunk) * machine.part_us
+    pushers, summers = PUSH_WARPS * num_sms, DOMAIN_WARPS * num_sms
+    summed_us = domain_us / summers
+    if summed_us > pushed_us:
+        summed_us = (domain_us + pushers * pushed_us) / (pushers + summers)
+    num_warps = pushers + summers + HOME_WARPS * num_sms
+    return max(summed_us, (domain_us + home_us + pushers * pushed_us) / num_warps)
 
 
 def _nvlink(machine: Machine, traffic: CallTraffic) -> dict[str, float]:
@@ -139,9 +190,9 @@ def _agreement(question: Question, is_dispatch: bool, one_way: float) -> float:
     if not is_dispatch:
         return one_way + post
     # The words that the busiest thread reads one after the other: headers, counts of its ranks, and of an expert.
-    rounds = -(-num_ranks // _DISPATCH_THREADS)
+    rounds = -(-num_ranks // DISPATCH_THREADS)
     words = rounds * (header + question.num_ranks_per_domain)
     if not question.is_cached:
-        words += -(-question.workload.num_experts // num_ranks // _DISPATCH_THREADS) * num_ranks
+        words += -(-question.workload.num_experts // num_ranks // DISPATCH_THREADS) * num_ranks
         words += rounds * num_ranks if columns == num_ranks else 0
     return 2 * (one_way + post) + words * machine.word_us

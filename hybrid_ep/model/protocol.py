@@ -3,11 +3,13 @@
 It follows csrc/layout/between_layout.h, csrc/kernels/between/chunk_stream.cuh, dispatch_between and combine_between:
 
 - Chunk n of a stream uses slot n % S in lap n / S; a sender waits for the credit of the slot's group before it writes.
-- Warps that send take the chunks of all peers in turn, by one counter, and warps that forward by another. A warp waits
-  for its chunk, even if other chunks are ready.
-- In combine rows are pushed for all domains in turn, chunk by chunk. A warp that sums claims a chunk of any domain, but
+- A warp takes a part of a chunk. The warp that is done last sends the chunk.
+- Warps that send take the parts of all peers' chunks in turn, by one counter, and warps that forward by another. A warp
+  waits for its chunk, even if other chunks are ready.
+- In combine rows are pushed for all domains in turn, chunk by chunk. A warp that sums claims a part of any domain, but
   only one whose slot is free. A warp at home takes tokens in order, and does not wait while it holds rows.
-- A warp takes a whole chunk here. The kernels' warps take parts of one, which wait for the same slot.
+- Warps that have pushed go on to the sums for each domain, and warps with no sum left there go on to the sums at home.
+- A rank that is alone in its domain has no rows to push or to sum for it. It sends its rows home.
 
 One rank is simulated for each domain, because only peers exchange chunks. The other ranks of a domain are a rate.
 Arrivals may come in any order. `ProtocolError` reports that a slot was overwritten, or that a chunk is not the one that
@@ -40,19 +42,23 @@ class Ring:
 
     Attributes:
         num_slots, slots_per_credit: S, and slots of a group.
-        per_chunk: records of a chunk.
+        per_chunk, per_part: records of a chunk, and of the part of it that a warp takes.
         num_send_warps, num_forward_warps: of a rank, in dispatch.
-        num_domain_warps, num_home_warps: of a rank, in combine.
+        num_push_warps, num_domain_warps, num_home_warps: of a rank, in combine.
+        is_alone: every rank is alone in its domain.
         num_open: tokens that a warp at home holds.
     """
 
     num_slots: int
     slots_per_credit: int
     per_chunk: int
+    per_part: int
     num_send_warps: int
     num_forward_warps: int
+    num_push_warps: int
     num_domain_warps: int
     num_home_warps: int
+    is_alone: bool = False
     num_open: int = 2
 
 
@@ -62,6 +68,8 @@ class Times:
 
     Attributes:
         build, forward: of a record by a warp, in dispatch.
+        push: of a record by a warp that is alone in its domain, in combine.
+        part: of a warp that sums for domains, for each part of a chunk.
         sum, sum_home: of a record by a warp, in combine.
         nvlink: by domain: of a record's rows on their way within it, where one is at a time.
         own: by domain: likewise of a rank's own rows that stay there, all together.
@@ -75,6 +83,8 @@ class Times:
 
     build: float
     forward: float
+    push: float
+    part: float
     sum: float
     sum_home: float
     nvlink: Sequence[float]
@@ -96,7 +106,8 @@ class Faults:
         ignores_credits: senders do not wait for them.
         forwards_by_domain: a rank forwards all chunks of a domain before it looks at the next one's.
         holds_and_waits: a warp at home waits while it holds rows.
-        claims_without_slot: warps of combine claim chunks whose slot is not free, the last domain's first, and wait.
+        claims_without_slot: warps of combine claim parts whose slot is not free, the last domain's first, and wait.
+        sends_in_order: a rank that is alone in its domain sends parts in one order, and waits for their slots.
     """
 
     loses_credits: bool = False
@@ -104,6 +115,7 @@ class Faults:
     forwards_by_domain: bool = False
     holds_and_waits: bool = False
     claims_without_slot: bool = False
+    sends_in_order: bool = False
 
 
 @dataclass
@@ -113,6 +125,7 @@ class _Stream:
     credits: list[int]  # laps that the sender knows to be read, by group
     flags: list[int]  # number + 1 of the chunk in each slot
     unread: list[bool]
+    rows_written: list[int]
     slots_read: list[int]
     rows_read: list[int]
     credit_gates: list[Gate]
@@ -152,6 +165,19 @@ class _Batch:
         self.counts = np.stack([goes.sum(0) for goes in self.goes])
 
 
+@dataclass
+class _OwnSums:
+    """The sums of a rank's own tokens in its own domain.
+
+    Attributes:
+        done: parts that are summed.
+        gate: opened for each.
+    """
+
+    done: set[int]
+    gate: Gate
+
+
 class Protocol:
     """Ranks of one plane: one of each domain, all peers of each other.
 
@@ -187,6 +213,7 @@ class Protocol:
                 [0] * num_groups,
                 [0] * ring.num_slots,
                 [False] * ring.num_slots,
+                [0] * ring.num_slots,
                 [0] * num_groups,
                 [0] * ring.num_slots,
                 [Gate(f"rank {a}: credit of group {g} from {b}") for g in range(num_groups)],
@@ -253,6 +280,16 @@ class Protocol:
         network.out_free[a] = begin + num_bytes / self.times.rate * network.slowdown[a]
         first_byte = begin + self.times.latency + self._jitter()
         self.clock.start(self._arrive(a, b, number, num_bytes), first_byte - self.clock.now)
+
+    def _write_rows(self, a: int, b: int, chunk: int, num_written: int, num_rows: int, record_bytes: float) -> None:
+        """Rank a has written rows of a chunk to b: with the last row the chunk is sent."""
+        stream = self.streams[a, b]
+        slot = (stream.sent_before + chunk) % self.ring.num_slots
+        stream.rows_written[slot] += num_written
+        if stream.rows_written[slot] < num_rows:
+            return
+        stream.rows_written[slot] = 0
+        self._send(a, b, chunk, num_rows * record_bytes)
 
     def _arrive(self, a: int, b: int, number: int, num_bytes: float) -> Process:
         """Simulates a chunk from its first byte at the port of rank b on."""
@@ -371,38 +408,66 @@ class Protocol:
             yield from self._exchange(r, chunk, self.times.agree[0])
         sent, read = batch.counts[r], batch.counts[:, r]
         sending, forwarding = self._items(r, sent), self._items(r, read, self.faults.forwards_by_domain)
-        warps = [self._send_records(r, sent, sending) for _ in range(self.ring.num_send_warps)]
+        how = _DISPATCH_CONTROL, self.times.build, self.times.record_bytes[0]
+        warps = [self._send_records(r, sent, sending, *how) for _ in range(self.ring.num_send_warps)]
         warps += [self._forward_records(r, read, forwarding) for _ in range(self.ring.num_forward_warps)]
         warps.append(self._push_own(r))
         yield from self._all(warps, f"rank {r}: end of its warps")
         self._move_on(r, _DISPATCH_CONTROL, sent, read)
 
     def _items(self, r: int, counts: NDArray[np.int64], by_domain: bool = False) -> Iterator[tuple[int, int]]:
-        """(peer, index) of the chunks of all peers in turn: first index 0 of each, then index 1."""
+        """(peer, part) of the chunks of all peers in turn: first the parts of chunk 0 of each, then of chunk 1."""
         peers = self._peers(r)
         if by_domain:
-            return ((d, i) for d in peers for i in range(self._num_chunks(int(counts[d]))))
-        most = max(self._num_chunks(int(counts[d])) for d in peers)
-        return ((d, i) for i in range(most) for d in peers if i < self._num_chunks(int(counts[d])))
+            return ((d, part) for d in peers for part in self._parts(int(counts[d])))
+        most, per_chunk = max(self._num_chunks(int(counts[d])) for d in peers), self._parts_per_chunk
+        return (
+            (d, part)
+            for i in range(most)
+            for d in peers
+            for part in range(i * per_chunk, (i + 1) * per_chunk)
+            if self._rows_of_part(int(counts[d]), part) > 0
+        )
+
+    @property
+    def _parts_per_chunk(self) -> int:
+        return -(-self.ring.per_chunk // self.ring.per_part)
+
+    def _parts(self, num_records: int) -> Iterator[int]:
+        """The parts of so many records; no part belongs to two chunks."""
+        parts = range(self._num_chunks(num_records) * self._parts_per_chunk)
+        return (part for part in parts if self._rows_of_part(num_records, part) > 0)
+
+    def _part_of(self, index: int) -> int:
+        chunk, in_chunk = divmod(index, self.ring.per_chunk)
+        return chunk * self._parts_per_chunk + in_chunk // self.ring.per_part
+
+    def _rows_of_part(self, num_records: int, part: int) -> int:
+        chunk, in_chunk = divmod(part, self._parts_per_chunk)
+        begin = in_chunk * self.ring.per_part
+        return max(0, min(self.ring.per_part, self._records_of(num_records, chunk) - begin))
 
     def _records_of(self, count: int, index: int) -> int:
         return min(self.ring.per_chunk, count - index * self.ring.per_chunk)
 
-    def _send_records(self, r: int, counts: NDArray[np.int64], items: Iterator[tuple[int, int]]) -> Process:
-        times, slow = self.times, self.network.slowdown[r]
-        for d, index in items:
-            chunk, num_records = _DISPATCH_CONTROL + index, self._records_of(int(counts[d]), index)
-            yield from self._wait_free(r, d, chunk)
-            yield num_records * times.build * slow
-            self._send(r, d, chunk, num_records * times.record_bytes[0])
+    def _send_records(
+        self, r: int, counts: NDArray[np.int64], items: Iterator[tuple[int, int]], first: int, us: float, record: float
+    ) -> Process:
+        """A warp that sends records, which need `us` each and have `record` bytes; chunk `first` is the first one."""
+        slow = self.network.slowdown[r]
+        for d, part in items:
+            index, num_rows = part // self._parts_per_chunk, self._rows_of_part(int(counts[d]), part)
+            yield from self._wait_free(r, d, first + index)
+            yield num_rows * us * slow
+            self._write_rows(r, d, first + index, num_rows, self._records_of(int(counts[d]), index), record)
 
     def _forward_records(self, r: int, counts: NDArray[np.int64], items: Iterator[tuple[int, int]]) -> Process:
         times, slow = self.times, self.network.slowdown[r]
-        for d, index in items:
-            chunk, num_records = _DISPATCH_CONTROL + index, self._records_of(int(counts[d]), index)
-            yield from self._wait_chunk(d, r, chunk)
-            yield max(num_records * times.forward * slow, self._over_nvlink(r, num_records * times.nvlink[r]))
-            self._read_rows(d, r, chunk, num_records, num_records)
+        for d, part in items:
+            index, num_rows = part // self._parts_per_chunk, self._rows_of_part(int(counts[d]), part)
+            yield from self._wait_chunk(d, r, _DISPATCH_CONTROL + index)
+            yield max(num_rows * times.forward * slow, self._over_nvlink(r, num_rows * times.nvlink[r]))
+            self._read_rows(d, r, _DISPATCH_CONTROL + index, num_rows, self._records_of(int(counts[d]), index))
 
     def _push_own(self, r: int) -> Process:
         pieces = 64
@@ -413,60 +478,79 @@ class Protocol:
 
     def _combine(self, r: int, batch: _Batch) -> Process:
         yield from self._exchange(r, 0, self.times.agree[1])
-        held, awaited = batch.counts[:, r], batch.counts[r]
-        begin = self.clock.now
-        own_done: set[int] = set()  # chunks of this domain that are summed
-        own_gate = Gate(f"rank {r}: sums of its own domain")
-        next_chunks = [0] * self.num_domains  # to claim, of each domain
-        warps = [
-            self._sum_domains(r, warp, next_chunks, held, begin, own_done, own_gate)
-            for warp in range(self.ring.num_domain_warps)
-        ]
-        tokens = iter(range(len(batch.goes[r])))
-        indices = batch.indices[r]
-        for _ in range(self.ring.num_home_warps):
-            warps.append(self._sum_home(r, tokens, indices, awaited, own_done, own_gate))
+        ring, times, slow = self.ring, self.times, float(self.network.slowdown[r])
+        held, awaited, begin = batch.counts[:, r].copy(), batch.counts[r], self.clock.now
+        own = _OwnSums(set(), Gate(f"rank {r}: sums of its own domain"))
+        tokens, indices, next_parts = iter(range(len(batch.goes[r]))), batch.indices[r], [0] * self.num_domains
+        pushed_us = self.num_domains * times.first_rows[r] * slow
+
+        def push(share: float, num_rows: int) -> float:
+            return num_rows * times.push * slow
+
+        def sum_pushed(share: float, num_rows: int) -> float:
+            # Rows are pushed for all domains in turn, chunk by chunk.
+            wait_us = max(0.0, begin + share * pushed_us - self.clock.now)
+            return wait_us + (times.part + num_rows * times.sum) * slow
+
+        def sum_all(turn: int, delay: float) -> Process:
+            yield delay
+            yield from self._fill_chunks(r, turn, next_parts, held, own, sum_pushed)
+            yield from self._sum_home(r, tokens, indices, awaited, own)
+
+        if ring.is_alone:
+            held[r] = 0  # its own rows are read in place
+            items, how = self._items(r, held), (_COMBINE_CONTROL, times.push, times.record_bytes[1])
+            warps = [
+                self._send_records(r, held, items, *how)
+                if self.faults.sends_in_order
+                else self._fill_chunks(r, warp, next_parts, held, own, push)
+                for warp in range(ring.num_push_warps)
+            ]
+            warps += [self._sum_home(r, tokens, indices, awaited, own) for _ in range(ring.num_domain_warps)]
+        else:
+            warps = [sum_all(warp, pushed_us) for warp in range(ring.num_push_warps)]
+            warps += [sum_all(warp, 0.0) for warp in range(ring.num_domain_warps)]
+        warps += [self._sum_home(r, tokens, indices, awaited, own) for _ in range(ring.num_home_warps)]
         yield from self._all(warps, f"rank {r}: end of its warps")
         self._move_on(r, _COMBINE_CONTROL, held, awaited)
 
-    def _sum_domains(
+    def _fill_chunks(
         self,
         r: int,
         turn: int,
-        next_chunks: list[int],
+        next_parts: list[int],
         held: NDArray[np.int64],
-        begin: float,
-        own_done: set[int],
-        own_gate: Gate,
+        own: _OwnSums,
+        part_us: Callable[[float, int], float],
     ) -> Process:
-        times, slow = self.times, self.network.slowdown[r]
+        """A warp that makes the rows of parts. `part_us` takes the share of its domain's rows up to the part's end."""
+        per_chunk = self._parts_per_chunk
         while True:
-            # The domains that have chunks left, from the warp's turn on; by mistake the last one first.
+            # The domains that have parts left, from the warp's turn on; by mistake the last one first.
             domains = [(turn + i) % self.num_domains for i in range(self.num_domains)]
             if self.faults.claims_without_slot:
                 domains = [(r - 1 - i) % self.num_domains for i in range(self.num_domains)]
-            left = [d for d in domains if next_chunks[d] < self._num_chunks(int(held[d]))]
+            left = [d for d in domains if self._rows_of_part(int(held[d]), next_parts[d]) > 0]
             if not left:
                 return
-            free = [d for d in left if d == r or self._is_free(r, d, _COMBINE_CONTROL + next_chunks[d])]
+            free = [d for d in left if d == r or self._is_free(r, d, _COMBINE_CONTROL + next_parts[d] // per_chunk)]
             if not free and not self.faults.claims_without_slot:
                 yield self.any_credit[r]
                 continue
             d = left[0] if self.faults.claims_without_slot else free[0]
-            index, turn = next_chunks[d], d + 1
-            next_chunks[d] += 1
+            part, turn = next_parts[d], d + 1
+            index, num_rows = part // per_chunk, self._rows_of_part(int(held[d]), part)
+            next_parts[d] += 1
             if d != r:
                 yield from self._wait_free(r, d, _COMBINE_CONTROL + index)
-            # Rows are pushed for all domains in turn, chunk by chunk.
-            pushed = (index + 1) / self._num_chunks(int(held[d])) * self.num_domains
-            yield max(0.0, begin + pushed * times.first_rows[r] * slow - self.clock.now)
-            num_records = self._records_of(int(held[d]), index)
-            yield num_records * times.sum * slow
-            if d != r:
-                self._send(r, d, _COMBINE_CONTROL + index, num_records * times.record_bytes[1])
+            end = index * self.ring.per_chunk + part % per_chunk * self.ring.per_part + num_rows
+            yield part_us(end / int(held[d]), num_rows)
+            if d == r:
+                own.done.add(part)
+                self.clock.open(own.gate)
             else:
-                own_done.add(index)
-                self.clock.open(own_gate)
+                num_records = self._records_of(int(held[d]), index)
+                self._write_rows(r, d, _COMBINE_CONTROL + index, num_rows, num_records, self.times.record_bytes[1])
 
     def _sum_home(
         self,
@@ -474,8 +558,7 @@ class Protocol:
         tokens: Iterator[int],
         indices: NDArray[np.int64],
         awaited: NDArray[np.int64],
-        own_done: set[int],
-        own_gate: Gate,
+        own: _OwnSums,
     ) -> Process:
         ring, times, slow = self.ring, self.times, self.network.slowdown[r]
         opened: list[list[tuple[int, int]]] = []
@@ -491,10 +574,12 @@ class Protocol:
         for token in tokens:
             goes = np.flatnonzero(indices[token] >= 0).tolist()
             parts = [(d, int(indices[token, d])) for d in goes if d != r]
-            own_chunk = int(indices[token, r]) // ring.per_chunk if indices[token, r] >= 0 else None
+            # A rank that is alone reads its own rows in place.
+            has_sum = indices[token, r] >= 0 and not ring.is_alone
+            own_part = self._part_of(int(indices[token, r])) if has_sum else None
 
-            def is_here(parts: list[tuple[int, int]] = parts, own_chunk: int | None = own_chunk) -> bool:
-                return (own_chunk is None or own_chunk in own_done) and all(
+            def is_here(parts: list[tuple[int, int]] = parts, own_part: int | None = own_part) -> bool:
+                return (own_part is None or own_part in own.done) and all(
                     self._is_here(d, r, _COMBINE_CONTROL + index // ring.per_chunk) for d, index in parts
                 )
 
@@ -502,8 +587,8 @@ class Protocol:
                 yield from finish()
             for d, index in parts:
                 yield from self._wait_chunk(d, r, _COMBINE_CONTROL + index // ring.per_chunk)
-            while own_chunk is not None and own_chunk not in own_done:
-                yield own_gate
+            while own_part is not None and own_part not in own.done:
+                yield own.gate
             opened.append(parts)
             if len(opened) >= ring.num_open:
                 yield from finish()

@@ -12,17 +12,21 @@ import numpy as np
 
 from hybrid_ep import _C
 from hybrid_ep.core.checks import require
-from hybrid_ep.model.predict import predict
+from hybrid_ep.model.predict import predict, rows_of_record
 from hybrid_ep.model.protocol import Faults, Protocol, Ring, Times, random_batches
 from hybrid_ep.model.question import Question
 from hybrid_ep.model.traffic import expected_rows, traffic_of
+from hybrid_ep.model.warps import (
+    DISPATCH_FORWARD_WARPS,
+    DISPATCH_SEND_WARPS,
+    DOMAIN_WARPS,
+    HOME_WARPS,
+    PUSH_WARPS,
+    RECORDS_OF_PART,
+)
 
 __all__ = ["Tail", "check_seed", "ring_of", "simulate_tail", "times_of"]
 
-# Of a CTA. The kernels have eight warps that send, and five and four that sum. Theirs take parts of chunks. These take
-# whole chunks, so fewer of them stand for those.
-_SEND_WARPS = 3  # and as many that forward
-_DOMAIN_WARPS, _HOME_WARPS = 6, 4
 _KB_US = 1e3  # bytes per µs at 1 GB/s
 _JITTER_US = 1.0
 _EXCHANGES = 2  # of a dispatch: counts, then verdicts
@@ -60,19 +64,24 @@ def check_seed(seed: int, faults: Faults | None = None) -> int:
     ring = Ring(
         num_slots=slots_per_credit * int(random.integers(1, 5)),
         slots_per_credit=slots_per_credit,
-        per_chunk=int(random.integers(1, 4)),
+        per_chunk=(per_chunk := int(random.integers(1, 8))),
+        per_part=int(random.integers(1, per_chunk + 1)),
         num_send_warps=int(random.integers(1, 4)),
         num_forward_warps=int(random.integers(1, 4)),
+        num_push_warps=int(random.integers(1, 3)),
         num_domain_warps=int(random.integers(1, 4)),
         num_home_warps=int(random.integers(1, 4)),
+        is_alone=bool(random.random() < 0.3),
         num_open=int(random.integers(1, 4)),
     )
-    build, forward, sums, sums_home, agree = random.exponential(1.0, 5).tolist()
+    build, forward, push, part, sums, sums_home, agree = random.exponential(1.0, 7).tolist()
     nvlink, own, first_rows = random.exponential(1.0, (3, num_domains)).tolist()
     jitter = float(random.choice([0.0, 2.0, 20.0]))
     times = Times(
         build,
         forward,
+        push,
+        part,
         sums,
         sums_home,
         nvlink,
@@ -103,10 +112,13 @@ def ring_of(question: Question) -> Ring:
         num_slots,
         slots_per_credit,
         record.per_chunk,
-        num_send_warps=_SEND_WARPS * question.num_sms,
-        num_forward_warps=_SEND_WARPS * question.num_sms,
-        num_domain_warps=_DOMAIN_WARPS * question.num_sms,
-        num_home_warps=_HOME_WARPS * question.num_sms,
+        min(RECORDS_OF_PART, record.per_chunk),
+        num_send_warps=DISPATCH_SEND_WARPS * question.num_sms,
+        num_forward_warps=DISPATCH_FORWARD_WARPS * question.num_sms,
+        num_push_warps=PUSH_WARPS * question.num_sms,
+        num_domain_warps=DOMAIN_WARPS * question.num_sms,
+        num_home_warps=HOME_WARPS * question.num_sms,
+        is_alone=question.num_ranks_per_domain == 1,
     )
 
 
@@ -116,10 +128,9 @@ def times_of(question: Question) -> Times:
     dispatch, combine = (traffic_of(question, rows, call) for call in ("dispatch", "combine"))
     assert dispatch.record is not None
     assert combine.record is not None
-    # Rows that a record becomes in its domain.
-    fanout = float(rows.at_rank.sum() / rows.at_domain.sum())
-    row_us = 1 / (machine.sm_push / _SEND_WARPS * _KB_US)
-    sum_us = combine.record.num_bytes / (machine.sm_sum / (_DOMAIN_WARPS + _HOME_WARPS) * _KB_US)
+    fanout = rows_of_record(rows)
+    byte_us = DISPATCH_SEND_WARPS / (machine.sm_push * _KB_US)
+    sum_us = combine.record.num_bytes / (machine.warp_sum * _KB_US)
     # Rows of one source within each domain, over NVLink of the rank that sends or receives most.
     arriving = rows.at_rank * (question.num_ranks_per_domain - 1)
     leaving = rows.at_rank.sum(1, keepdims=True) - rows.at_rank
@@ -129,8 +140,10 @@ def times_of(question: Question) -> Times:
     # The model has the messages' way in it.
     counts_us, same_call_us = (one.fixed["domains agree"] for one in predict(question))
     return Times(
-        build=dispatch.record.num_bytes * row_us,
-        forward=dispatch.record.num_bytes * row_us * fanout,
+        build=dispatch.record.num_bytes * byte_us,
+        forward=dispatch.record.num_bytes * byte_us * fanout,
+        push=combine.record.num_bytes * PUSH_WARPS / (machine.sm_push * _KB_US),
+        part=machine.part_us,
         sum=sum_us * fanout,
         sum_home=sum_us,
         nvlink=(own / (rows.num_tokens * rows.at_domain)).tolist(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -12,19 +13,23 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
+from benchmarks.model import PACED, TIMER_US, Paced, paced_question
 from hybrid_ep import _C
 from hybrid_ep.cli import main
 from hybrid_ep.errors import ConfigError
+from hybrid_ep.model import warps
 from hybrid_ep.model.compare import compare_results
 from hybrid_ep.model.machine import Machine
 from hybrid_ep.model.memory import memory_of
 from hybrid_ep.model.predict import predict
 from hybrid_ep.model.question import Question
+from hybrid_ep.model.simulate import simulate_tail
 from hybrid_ep.model.spread import touched
 from hybrid_ep.model.traffic import expected_rows, traffic_of
 from hybrid_ep.testing.workload import HOT_SHARE, Workload, log_popularity
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS, KERNELS = ROOT / "benchmarks" / "results", ROOT / "csrc" / "kernels"
 
 # What docs/measured/model.md says is not within 15 %, by (ranks, mode, dtype, tokens, call): and by how much, in %.
 BEYOND = {
@@ -108,6 +113,28 @@ def test_the_model_is_within_15_percent_of_what_was_measured() -> None:
     for num_ranks in (2, 4, 8):
         assert np.mean([abs(one.error) for one in found if one.num_ranks == num_ranks and not one.is_in_a_row]) < 0.06
     assert max(abs(one.error) for one in found if one.is_in_a_row) < 0.3
+
+
+@pytest.mark.parametrize("run", PACED, ids=lambda run: f"{run.num_domains}x{run.size}-{run.gbytes_per_s}")
+def test_model_and_simulation_are_within_15_percent_of_calls_over_links_with_a_rate(run: Paced) -> None:
+    measured = {"dispatch": run.dispatch_us - TIMER_US, "combine": run.combine_us - TIMER_US}
+    for tail in simulate_tail(paced_question(run), 1, 0):
+        assert tail.model_us == pytest.approx(measured[tail.call], rel=0.15)
+        assert tail.median_us == pytest.approx(measured[tail.call], rel=0.15)
+
+
+def test_warps_are_those_of_the_kernels() -> None:
+    found = {}
+    for file in ("dispatch_between/dispatch_between.cu", "combine/send_runs.cuh", "combine_between/combine_between.cu"):
+        text = (KERNELS / file).read_text()
+        found |= {(file, name): int(value) for name, value in re.findall(r"\b(k\w+Warps) = (\d+)[,;]", text)}
+    assert found["dispatch_between/dispatch_between.cu", "kSendWarps"] == warps.DISPATCH_SEND_WARPS
+    assert found["dispatch_between/dispatch_between.cu", "kForwardWarps"] == warps.DISPATCH_FORWARD_WARPS
+    assert found["combine/send_runs.cuh", "kSendWarps"] == warps.PUSH_WARPS
+    assert found["combine_between/combine_between.cu", "kDomainWarps"] == warps.DOMAIN_WARPS
+    assert found["combine_between/combine_between.cu", "kSumWarps"] == warps.DOMAIN_WARPS + warps.HOME_WARPS
+    records = (KERNELS / "between/records.cuh").read_text()
+    assert f"kRowsOfPart = {warps.RECORDS_OF_PART};" in records
 
 
 def test_permuted_calls_copy_rows_of_experts_on_one_rank() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -76,6 +77,24 @@ def test_what_is_broken_on_purpose_is_noticed(fault: str, error: str) -> None:
     found = verdicts(range(100), Faults(**{fault: True}))
     assert found[error] >= 5
     assert set(found) <= {error, "fine"}
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_ranks_that_are_alone_take_parts_of_any_domain_whose_slot_is_free(in_order: bool) -> None:
+    """Tokens are sorted: the first ones of each rank go to the next domain, the others to the one after it. Each home
+    needs the chunks of one peer, while those of the other one fill their ring.
+    """
+    asked = replace(question(3, 1), num_sms=1)
+    ring = replace(ring_of(asked), num_slots=4, slots_per_credit=1)
+    goes = [np.zeros((1024, 3), dtype=bool) for _ in range(3)]
+    for r in range(3):
+        goes[r][:512, (r + 1) % 3] = goes[r][512:, (r + 2) % 3] = True
+    protocol = Protocol(ring, times_of(asked), 3, 0, faults=Faults(sends_in_order=in_order))
+    if in_order:
+        with pytest.raises(DeadlockError, match=r"rank 0: chunk in slot \d from 1"):
+            protocol.run([goes])
+    else:
+        protocol.run([goes])
 
 
 def test_a_deadlock_says_what_is_waited_for() -> None:
