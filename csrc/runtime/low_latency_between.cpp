@@ -62,7 +62,7 @@ RowTables LowLatencyBetweenRegion::tables_of(const LowLatencyPlan& plan, const i
   return {results + tables.row_of, results + tables.num_received};
 }
 
-void LowLatencyBetweenRegion::fill(AcrossDomainsParams& params, const LowLatencyPlan& plan, LowLatencyKind kind,
+void LowLatencyBetweenRegion::fill(LowLatencyBetweenParams& params, const LowLatencyPlan& plan, LowLatencyKind kind,
                                    int buffer_idx, cudaStream_t stream) {
   params.domain = begin(plan, kind, buffer_idx, stream);
   params.peers = peers_;

@@ -52,7 +52,7 @@ class LowLatencyBetweenRegion final : public LowLatencyRegion {
   RowTables tables_of(const LowLatencyPlan& plan, const int32_t* results) const override;
 
  private:
-  void fill(AcrossDomainsParams& params, const LowLatencyPlan& plan, LowLatencyKind kind, int buffer_idx,
+  void fill(LowLatencyBetweenParams& params, const LowLatencyPlan& plan, LowLatencyKind kind, int buffer_idx,
             cudaStream_t stream);
   ShipRowsParams ship_rows_params(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
                                   cudaStream_t stream);

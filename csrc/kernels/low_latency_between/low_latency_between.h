@@ -12,26 +12,26 @@
 namespace hybrid_ep {
 
 // Parameters of all four kernels. A rank of another domain has this rank's own region as its address.
-struct AcrossDomainsParams {
+struct LowLatencyBetweenParams {
   LowLatencyDomain domain;  // all ranks
   LowLatencyPeers peers;
   LowLatencyShape shape;
   LinkView link;
 };
 
-struct ShipTokensParams : AcrossDomainsParams {
+struct ShipTokensParams : LowLatencyBetweenParams {
   LowLatencyMessage message;
   const int64_t* topk_idx;  // [T, K]
   int num_tokens;
 };
 
-struct ForwardTokensParams : AcrossDomainsParams {
+struct ForwardTokensParams : LowLatencyBetweenParams {
   LowLatencyMessage message;
   LowLatencyCall call;
   int64_t* wait_stats;  // [R] or nullptr
 };
 
-struct ShipRowsParams : AcrossDomainsParams {
+struct ShipRowsParams : LowLatencyBetweenParams {
   const uint8_t* rows;             // [LE, M×R, H] bf16
   const int32_t* row_of;           // [R, M, K]
   const int32_t* src_info;         // [LE, M×R] source token
@@ -48,7 +48,7 @@ struct ShipRowsParams : AcrossDomainsParams {
   bool follows_own;           // whether the kernel of the own domain has run; the chunk passes its flag on
 };
 
-struct ForwardRowsParams : AcrossDomainsParams {
+struct ForwardRowsParams : LowLatencyBetweenParams {
   int64_t* wait_stats;  // [R] or nullptr
 };
 

@@ -17,10 +17,10 @@ namespace {
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 static_assert(kThreads >= kMaxRanks);  // a thread waits for a rank
 
-__device__ LowLatencyBetweenControl& between_control(const AcrossDomainsParams& params, int rank) {
+__device__ LowLatencyBetweenControl& between_control(const LowLatencyBetweenParams& params, int rank) {
   return *reinterpret_cast<LowLatencyBetweenControl*>(params.domain.region[rank] + params.peers.control_begin);
 }
-__device__ LowLatencyBetweenChannel& between_channel(const AcrossDomainsParams& params, int rank) {
+__device__ LowLatencyBetweenChannel& between_channel(const LowLatencyBetweenParams& params, int rank) {
   return between_control(params, rank).channels[static_cast<int>(params.domain.kind)][params.domain.buffer_idx];
 }
 
@@ -28,7 +28,7 @@ template <typename Link>
 class PeerChunk {
  public:
   // `domain` is another one than this rank's.
-  __device__ PeerChunk(const AcrossDomainsParams& params, const Waiter& waiter, const Link& link, uint32_t epoch,
+  __device__ PeerChunk(const LowLatencyBetweenParams& params, const Waiter& waiter, const Link& link, uint32_t epoch,
                        int domain)
       : params_(params),
         waiter_(waiter),
@@ -99,7 +99,7 @@ class PeerChunk {
     }
   }
 
-  const AcrossDomainsParams& params_;
+  const LowLatencyBetweenParams& params_;
   const Waiter& waiter_;
   const Link& link_;
   const uint32_t epoch_, session_, first_epoch_;
@@ -141,14 +141,14 @@ inline LaunchKind launch_kind(const LinkView& link) { return link.is_mapped ? La
 
 // Collective over the last CTA, as its last step: ends the proxy's call.
 template <typename Link>
-__device__ void end_call(const AcrossDomainsParams& params, const Waiter& waiter, const Link& link) {
+__device__ void end_call(const LowLatencyBetweenParams& params, const Waiter& waiter, const Link& link) {
   __syncthreads();
   if (threadIdx.x == 0) waiter.sends(link.end_call([&] { return waiter.expired(); }), params.domain.rank);
 }
 
 // Collective over the last CTA of a kernel that forwards: publishes that the next call may write this rank's memory for
 // the ranks of other domains.
-__device__ inline void free_own_memory(const AcrossDomainsParams& params, uint32_t epoch) {
+__device__ inline void free_own_memory(const LowLatencyBetweenParams& params, uint32_t epoch) {
   LowLatencyChannel& own = channel_of(params.domain, params.domain.rank);
   const int r = threadIdx.x;
   if (r < params.domain.num_ranks && !params.peers.is_in_domain(r)) own.free_epoch[r] = epoch;
@@ -157,7 +157,7 @@ __device__ inline void free_own_memory(const AcrossDomainsParams& params, uint32
 // Tells the ranks of the domain that the chunk of `source` has been forwarded, or why not, and how long it was waited
 // for. A thread for each.
 template <typename Link>
-__device__ void tell_forwarded(const AcrossDomainsParams& params, const Link& link, uint32_t epoch, int source,
+__device__ void tell_forwarded(const LowLatencyBetweenParams& params, const Link& link, uint32_t epoch, int source,
                                uint32_t waited_us) {
   const Grid& grid = params.peers.grid;
   const int rank = grid.domain_idx() * grid.ranks_per_domain + static_cast<int>(threadIdx.x);
@@ -174,7 +174,7 @@ __device__ void tell_forwarded(const AcrossDomainsParams& params, const Link& li
 // whether rank r of the own domain has sent; `wait_for(waiter, r)` waits for it and reports. Adds to the statistics how
 // long a rank was waited for, here or where its chunk came.
 template <typename HasCome, typename WaitFor>
-__device__ void wait_for_ranks(const AcrossDomainsParams& params, KernelName kernel, uint32_t epoch,
+__device__ void wait_for_ranks(const LowLatencyBetweenParams& params, KernelName kernel, uint32_t epoch,
                                int64_t* wait_stats, HasCome&& has_come, WaitFor&& wait_for) {
   const LowLatencyDomain& ranks = params.domain;
   const Grid& grid = params.peers.grid;
