@@ -1,14 +1,17 @@
-"""Files that a command line names: reads them up to a limit, and does not wait for a FIFO that nobody writes."""
+"""What a command line gives: files, read up to a limit and without waiting for a FIFO that nobody writes; seconds."""
 
 from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
 
-__all__ = ["read_input", "read_json_input"]
+import click
+
+__all__ = ["Seconds", "read_input", "read_json_input"]
 
 _MOST_BYTES = 64 << 20
 
@@ -40,3 +43,13 @@ def read_json_input(path: Path) -> Any:
         return json.loads(read_input(path))
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+
+
+class Seconds(click.FloatRange):
+    """A range of seconds. It refuses NaN, which every comparison of `click.FloatRange` lets pass."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        seconds = float(super().convert(value, param, ctx))
+        if math.isnan(seconds):
+            self.fail(f"{seconds} is not in the range {self._describe_range()}.", param, ctx)
+        return seconds

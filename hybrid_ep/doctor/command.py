@@ -29,7 +29,7 @@ from hybrid_ep.doctor.runner import Selection, examine
 from hybrid_ep.doctor.unreadable import Unreadable
 from hybrid_ep.doctor.watched import WatchedNode
 from hybrid_ep.errors import ConfigError, HybridEPError
-from hybrid_ep.inputs import read_json_input
+from hybrid_ep.inputs import Seconds, read_json_input
 from hybrid_ep.outputs import OutputFile, RegularFile
 from hybrid_ep.topology.recording import Recording
 
@@ -97,12 +97,15 @@ def _never_a_verdict(command: Callable[..., None]) -> Callable[..., None]:
     help="Read this file of `hybrid-ep k8s kernel-log` instead of /dev/kmsg.",
 )
 @click.option(
-    "--asked-at", type=float, metavar="SECONDS", help="Unix time of the caller, to compare this node's clock with."
+    "--asked-at",
+    type=Seconds(0, 2**33),
+    metavar="SECONDS",
+    help="Unix time of the caller, to compare this node's clock with.",
 )
 @click.option("--active", is_flag=True, help="Also measure the GPUs under load. Takes minutes; the node must be idle.")
 @click.option(
     "--burn-seconds",
-    type=click.FloatRange(1, 3600),
+    type=Seconds(1, 3600),
     default=30.0,
     show_default=True,
     help="With --active: time under load.",

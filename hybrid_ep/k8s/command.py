@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from hybrid_ep.errors import ConfigError, HybridEPError
+from hybrid_ep.inputs import Seconds
 from hybrid_ep.k8s.check import CheckResult, check
 from hybrid_ep.k8s.formats import to_junit, to_sarif
 from hybrid_ep.k8s.problem import Level
@@ -115,7 +116,7 @@ def _counted(count: int, what: str) -> str:
     short_help="Write the doctor's findings to the node.",
     context_settings={"ignore_unknown_options": True},
 )
-@click.option("--every", type=click.FloatRange(min=1), help="Repeat after so many seconds; default: run once.")
+@click.option("--every", type=Seconds(1, 365 * 86400), help="Repeat after so many seconds; default: run once.")
 @click.option(
     "--metrics-port", type=click.IntRange(0, 65535), help="With --every: serve Prometheus metrics on this port."
 )
@@ -218,7 +219,7 @@ def _mark_once(
 
 
 @k8s.command("kernel-log", short_help="Keep kernel messages about GPUs and NICs.")
-@click.option("--every", type=click.FloatRange(min=1), help="Repeat after so many seconds; default: run once.")
+@click.option("--every", type=Seconds(1, 365 * 86400), help="Repeat after so many seconds; default: run once.")
 @click.argument("place", type=click.Path(dir_okay=False, path_type=Path))
 def kernel_log_command(every: float | None, place: Path) -> None:
     """Keep kernel messages about GPUs and NICs in the file PLACE, for `hybrid-ep doctor --kernel-log PLACE`.

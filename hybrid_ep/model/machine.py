@@ -72,7 +72,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            require(0 < value < float("inf"), name, value, "> 0")
+            require(0 < value < float("inf"), name, value, "a finite number > 0")
         for name in ("nvlink_efficiency", "nic_efficiency"):
             require(getattr(self, name) <= 1, name, getattr(self, name), "0 … 1")
 

@@ -169,7 +169,7 @@ def simulate_tail(question: Question, num_runs: int, seed: int, *, straggler: fl
     Raises:
         ConfigError: there is no network between domains, or calls are not normal; a straggler is below 1.
     """
-    require(straggler >= 1, "straggler", straggler, "≥ 1")
+    require(1 <= straggler < float("inf"), "straggler", straggler, "a finite number ≥ 1")
     require(question.num_domains > 1, "domains", question.num_domains, "≥ 2 with --simulate")
     require(question.mode == "normal", "mode", question.mode, "normal with --simulate")
     rows, ring, times = expected_rows(question), ring_of(question), times_of(question)

@@ -69,7 +69,7 @@ class Workload:
         require(self.routing in ROUTINGS, "routing", self.routing, ", ".join(ROUTINGS))
         require_int("hidden", self.hidden, minimum=1, multiple_of=CHANNELS_PER_SCALE if self.dtype == "fp8" else 1)
         require_int("experts", self.num_experts, minimum=1)
-        require(0 <= self.exponent < float("inf"), "exponent", self.exponent, "a number ≥ 0")
+        require(0 <= self.exponent < float("inf"), "exponent", self.exponent, "a finite number ≥ 0")
         limit = min(MAX_TOPK, self.num_experts)
         require(1 <= self.num_topk <= limit, "topk", self.num_topk, f"1 … {limit}")
 

@@ -48,6 +48,22 @@ def test_unknown_command_is_wrong_usage() -> None:
     assert "No such command 'dispatch'" in result.stderr
 
 
+@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "doctor --asked-at",
+        "doctor --active --burn-seconds",
+        "k8s mark-node --every",
+        "k8s kernel-log /nowhere/log --every",
+    ],
+)
+def test_seconds_are_finite(command: str, value: str) -> None:
+    result = CliRunner().invoke(main, [*command.split(), value])
+    assert result.exit_code == 2
+    assert f"{value} is not in the range " in result.stderr
+
+
 def test_a_bad_variable_is_wrong_usage() -> None:
     result = CliRunner().invoke(main, ["env"], env={"HYBRID_EP_LOG_LEVEL": "loud"})
     assert result.exit_code == 2
