@@ -470,7 +470,7 @@ def _image_pinned(manifest: Manifest) -> Found:
 @rule("shared-memory", Level.WARNING)
 def _shared_memory(manifest: Manifest) -> Found:
     """Ranks, and several GPUs, get /dev/shm as a memory volume of more than 64 MiB: a container runtime gives as much,
-    and NCCL needs more. Its size is below the memory limit, which it counts towards.
+    and NCCL needs more. Its size is below the memory limit, which it counts towards. It is not mounted readOnly.
     """
     for template in manifest.pod_templates():
         path, container = main(template)
@@ -478,11 +478,12 @@ def _shared_memory(manifest: Manifest) -> Found:
         ranks = ranks or any(runs(container, name) for name in ("torchrun", "hybrid-ep", "vllm", "sglang"))
         if not ranks or template.role in ("DaemonSet", "Launcher") or spec_of(template).get("hostIPC"):
             continue
-        mounts = {
-            str(mount.get("mountPath")).rstrip("/"): mount.get("name") for mount in items(container, "volumeMounts")
-        }
+        mounts = {str(mount.get("mountPath")).rstrip("/"): mount for mount in items(container, "volumeMounts")}
+        mount = mounts.get("/dev/shm") or {}
         volumes = {volume.get("name"): volume for volume in items(spec_of(template), "volumes")}
-        volume = volumes.get(mounts.get("/dev/shm")) or {}
+        volume = volumes.get(mount.get("name")) or {}
+        if mount.get("readOnly"):
+            yield Finding(f"{path}.volumeMounts", "/dev/shm is readOnly; allowed: false, as ranks make files in it")
         if "hostPath" in volume:
             continue
         empty_dir = volume.get("emptyDir") or {}

@@ -330,6 +330,11 @@ def _rank_address(build: Build) -> BuildFound:
             if not hosts or not address:
                 continue
             host, _, rest = address.partition(".")
+            if not domain:
+                if host in hosts:
+                    message = f"{name}={address}, and no Pod has a name with enableDNSHostnames false; allowed: true"
+                    yield manifest, Finding(where, message)
+                continue
             allowed = f"{hosts[0]}.{domain}"
             if host in hosts:
                 if rest.partition(".")[0] != domain:
@@ -354,20 +359,25 @@ def _address(path: str, container: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def _hosts(manifest: Manifest, template: PodTemplate) -> tuple[list[str], str]:
-    """Host names of the Pods of a template, and their domain; empty where they have none that are known before."""
+    """Host names of the Pods of a template, and their domain; empty where they have none that are known before. The
+    domain alone is empty in a JobSet that gives its Pods none.
+    """
     name, spec, count = str(manifest.metadata.get("name")), manifest.spec, template.num_pods or 0
     if manifest.kind == "Job" and spec.get("completionMode") == "Indexed" and spec_of(template).get("subdomain"):
         return [f"{name}-{i}" for i in range(count)], str(spec_of(template)["subdomain"])
     if manifest.kind == "StatefulSet" and spec.get("serviceName"):
         first = int((spec.get("ordinals") or {}).get("start", 0))
         return [f"{name}-{first + i}" for i in range(count)], str(spec["serviceName"])
-    if manifest.kind == "JobSet" and (spec.get("network") or {}).get("enableDNSHostnames") is not False:
+    if manifest.kind == "JobSet":
+        network = spec.get("network") or {}
+        is_named = network.get("enableDNSHostnames") is not False
         hosts = []
         for job in items(spec, "replicatedJobs"):
             of_job = (job.get("template") or {}).get("spec") or {}
             for i, j in product(range(int(job.get("replicas", 1))), range(int(of_job.get("completions") or 1))):
                 hosts.append(f"{name}-{job.get('name')}-{i}-{j}")
-        return hosts, str((spec.get("network") or {}).get("subdomain") or name)
+        own = str(spec_of(template).get("subdomain") or "")
+        return hosts, str(network.get("subdomain") or name) if is_named else own
     return [], ""
 
 
