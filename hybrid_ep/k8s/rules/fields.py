@@ -275,14 +275,15 @@ def _dns_policy(manifest: Manifest) -> Found:
 
 
 _QUEUE = "kueue.x-k8s.io/queue-name"
+_PRIORITY = "kueue.x-k8s.io/priority-class"
 _QUEUED = ("Job", "JobSet", "MPIJob", "PyTorchJob")  # Kueue admits them as a whole
 
 
 @rule("pod-annotation", Level.WARNING)
 def _pod_annotation(manifest: Manifest) -> Found:
-    """Networks and Kueue's topology are in the annotations of the Pod template, and Kueue's queue is a label of the
-    workload: elsewhere they have no effect. Nor have networks under hostNetwork. Of Kueue's topologies a Pod asks for
-    one.
+    """Networks and Kueue's topology are in the annotations of the Pod template, and Kueue's queue and priority are
+    labels of the workload: elsewhere they have no effect. Nor have networks under hostNetwork. Of Kueue's topologies a
+    Pod asks for one.
     """
     for template in manifest.pod_templates():
         given = (template.content.get("metadata") or {}).get("annotations") or {}
@@ -306,7 +307,7 @@ def _pod_annotation(manifest: Manifest) -> Found:
         templates = [template.path for template in manifest.pod_templates()]
         if of_pods and templates and manifest.kind != "Pod":
             yield Finding(where, f"{value!r} of the {manifest.kind}; allowed: at {templates[0]}.metadata.annotations")
-        if name == _QUEUE and name not in (manifest.metadata.get("labels") or {}):
+        if name in (_QUEUE, _PRIORITY) and name not in (manifest.metadata.get("labels") or {}):
             yield Finding(where, f"{value!r} as an annotation; allowed: as a label")
 
 
