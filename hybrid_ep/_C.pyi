@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 version: str
@@ -17,8 +17,8 @@ def compute_layout(
     num_tokens_per_expert: int,
     is_token_in_rank: int,
 ) -> int: ...
-def traits(*tensors: object) -> bytes | None:
-    """See `hybrid_ep.core.checks.traits`; None where one is no plain tensor, or torch is too old."""
+def traits_or(of_any: Callable[..., object]) -> Callable[..., object]:
+    """Makes `hybrid_ep.core.checks.traits`: it calls `of_any` where one is no plain tensor, or torch is too old."""
 
 def scan_sysfs(*, sysroot: str) -> dict[str, Any]:
     """PCI devices, NICs, NUMA nodes and GPU distances; see `hybrid_ep.topology.probe`."""

@@ -116,15 +116,14 @@ class Reader {
   int (*describe_)(void*, dlpack::Tensor*) = nullptr;
 };
 
-// Bytes for all arguments; None if one cannot be described.
-PyObject* traits(PyObject*, PyObject* const* objects, Py_ssize_t num_objects) try {
+// Bytes for all arguments; if one cannot be described, what `of_any` returns for them.
+PyObject* traits(PyObject* of_any, PyObject* const* objects, Py_ssize_t num_objects) try {
   // Never destroyed: at the interpreter's end there is nothing to give back to.
   static const Reader& reader = *new Reader(py::module_::import("torch"));
   TraitsOfArguments found;
   bool all = num_objects <= kMaxArguments;
   for (Py_ssize_t i = 0; all && i < num_objects; ++i) all = reader.read(objects[i], &found);
-  if (!all) Py_RETURN_NONE;
-  return found.as_bytes();
+  return all ? found.as_bytes() : PyObject_Vectorcall(of_any, objects, num_objects, nullptr);
 } catch (py::error_already_set& error) {
   error.restore();
   return nullptr;
@@ -133,10 +132,15 @@ PyObject* traits(PyObject*, PyObject* const* objects, Py_ssize_t num_objects) tr
 }  // namespace
 
 void add_traits(py::module_& module) {
-  // Not a function of pybind11, whose call would take as long as this one.
+  // It returns no function of pybind11, whose call would take as long as this one.
   static PyMethodDef method{"traits", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&traits)),
                             METH_FASTCALL, nullptr};
-  module.add_object("traits", py::reinterpret_steal<py::object>(PyCFunction_New(&method, nullptr)));
+  module.def(
+      "traits_or",
+      [](const py::object& of_any) {
+        return py::reinterpret_steal<py::object>(PyCFunction_New(&method, of_any.ptr()));
+      },
+      py::arg("of_any"));
 }
 
 }  // namespace hybrid_ep::bindings

@@ -91,6 +91,7 @@ class BaseBuffer:
         self._process_id = _process_id
         self._asked: dict[str, Any] = {"engine": engine, "timeout_s": timeout_s}
         self.group = resolve_group(group, comm)
+        self._groups = dist.distributed_c10d._world.pg_map  # torch's own: those that are not destroyed
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         self.group_size = 1 if self.group is None else dist.get_world_size(self.group)
         per_domain = env.NUM_RANKS_PER_DOMAIN.get() if num_ranks_per_domain is None else num_ranks_per_domain
@@ -143,7 +144,7 @@ class BaseBuffer:
                 f"{type(self).__name__} of rank {self.rank} was made in process {self._process_id} and used in its "
                 f"forked child {_process_id}; allowed: a process group and a buffer made in the child"
             )
-        if self.group is not None and self.group not in dist.distributed_c10d._world.pg_map:
+        if self.group is not None and self.group not in self._groups:
             raise ClosedError(
                 f"{type(self).__name__} of rank {self.rank} was used after its process group was destroyed; allowed: a "
                 "new process group and a buffer of it"

@@ -12,6 +12,7 @@ __all__ = ["plain_tensors"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_is_mode_enabled: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
 
 
 def plain_tensors(call: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -23,7 +24,7 @@ def plain_tensors(call: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(call)
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if not torch._C._is_torch_function_mode_enabled():
+        if not _is_mode_enabled():
             return call(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             return call(*args, **kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -145,14 +145,8 @@ def require_bools(names: Sequence[str], values: Sequence[object]) -> None:
             require_bool(names[[v is value for v in values].index(True)], value)
 
 
-def traits(*arguments: object) -> object:
-    """What checks read of tensors, but for their values, and of bools and ints: equal traits give the same outcome."""
-    found = _C.traits(*arguments)
-    return _traits_of_any(arguments) if found is None else found
-
-
-def _traits_of_any(arguments: tuple[object, ...]) -> object:
-    """The same, of any arguments and with any torch."""
+def _traits_of_any(*arguments: object) -> object:
+    """The same as `traits`, of any arguments and with any torch."""
     keeps_grad = torch.is_grad_enabled()
     found: list[object] = []
     for tensor in arguments:
@@ -172,6 +166,10 @@ def _traits_of_any(arguments: tuple[object, ...]) -> object:
         else:
             found.append(type(tensor))
     return tuple(found)
+
+
+# What checks read of tensors, but for their values, and of bools and ints: equal traits give the same outcome.
+traits: Callable[..., object] = _C.traits_or(_traits_of_any)
 
 
 class Passed(dict[object, Any]):

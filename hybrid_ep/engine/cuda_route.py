@@ -82,6 +82,11 @@ class PermuteState:
 class Chunk:
     """Memory that pieces are cut from. It lives as long as somebody holds it, and belongs to the stream it was made on.
 
+    Attributes:
+        memory: ``[n]`` uint8.
+        num_left: bytes that no piece has yet, the last of the memory.
+        end: address after the memory.
+
     Args:
         num_bytes: of the memory.
         device: this rank's GPU.
@@ -91,14 +96,8 @@ class Chunk:
     def __init__(self, num_bytes: int, device: torch.device, stream: int) -> None:
         self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self.num_left = num_bytes
-        self._end = self.memory.data_ptr() + num_bytes
+        self.end = self.memory.data_ptr() + num_bytes
         self._streams = {stream}
-
-    def cut(self, num_bytes: int) -> int:
-        """Returns the address of the next piece."""
-        begin = self._end - self.num_left
-        self.num_left -= num_bytes
-        return begin
 
     def ints(self, address: int, offset: int, size: int) -> Tensor:
         """Returns so many int32 of a piece, `offset` int32 from its begin, as a tensor for the current stream."""
@@ -132,21 +131,22 @@ class RouteMemory:
             stream: the current one, which writes it.
             alone: no other piece is cut from the chunk: what a captured graph uses, nothing else may.
         """
-        piece = None if alone else self.cut(num_ints, stream)
-        if piece is not None:
-            return piece
-        num_bytes = _piece_bytes(num_ints)
-        chunk = Chunk(num_bytes if alone else max(num_bytes, _CHUNK_BYTES), self._device, stream)
-        if not alone:
-            self._chunks[stream] = chunk
-        return chunk, chunk.cut(num_bytes)
+        num_bytes = -(-num_ints * _INT_BYTES // _ALIGN_BYTES) * _ALIGN_BYTES
+        chunk = None if alone else self._chunks.get(stream)
+        if chunk is None or chunk.num_left < num_bytes:
+            chunk = Chunk(num_bytes if alone else max(num_bytes, _CHUNK_BYTES), self._device, stream)
+            if not alone:
+                self._chunks[stream] = chunk
+        begin = chunk.end - chunk.num_left
+        chunk.num_left -= num_bytes
+        return chunk, begin
 
     def cut(self, num_ints: int, stream: int) -> tuple[Chunk, int] | None:
         """Returns a piece of the last chunk of a stream; None: it is too small for that. Allocates nothing."""
-        chunk, num_bytes = self._chunks.get(stream), _piece_bytes(num_ints)
-        if chunk is None or chunk.num_left < num_bytes:
+        chunk = self._chunks.get(stream)
+        if chunk is None or chunk.num_left < num_ints * _INT_BYTES:
             return None
-        return chunk, chunk.cut(num_bytes)
+        return self.take(num_ints, stream, alone=False)
 
 
 class HostCounts(NamedTuple):
@@ -188,10 +188,6 @@ def aligned_rows(rows: Rows) -> Rows:
     if not (data.data_ptr() | address(scales)) % _ROW_ALIGN_BYTES:
         return rows
     return Rows(aligned(data), None if scales is None else aligned(scales))
-
-
-def _piece_bytes(num_ints: int) -> int:
-    return -(-num_ints * _INT_BYTES // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
 def address(tensor: Tensor | None) -> int:

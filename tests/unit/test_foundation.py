@@ -6,6 +6,7 @@ import pickle
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 import hybrid_ep
 from hybrid_ep import _C, Config, ConfigError, EventOverlap, TopologyError, env, errors
+from hybrid_ep.core import checks
 from hybrid_ep.core.checks import Passed, traits
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.engine.records import RecordFormat
@@ -65,10 +67,9 @@ def test_variables_have_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert env.TIMEOUT_S.get() == 2.5
 
 
-@pytest.mark.parametrize("read_by", ["C++", "Python"])
-def test_traits_differ_where_a_check_could(monkeypatch: pytest.MonkeyPatch, read_by: str) -> None:
-    if read_by == "Python":  # as with a torch that has no exchange API of DLPack
-        monkeypatch.setattr("hybrid_ep._C.traits", lambda *_: None)
+# The second as with a torch that has no exchange API of DLPack.
+@pytest.mark.parametrize("traits", [traits, checks._traits_of_any], ids=["C++", "Python"])
+def test_traits_differ_where_a_check_could(traits: Callable[..., object]) -> None:
     tensor = torch.zeros(4, 6)
     other = (
         tensor.double(),
@@ -109,8 +110,10 @@ def test_traits_differ_where_a_check_could(monkeypatch: pytest.MonkeyPatch, read
 def test_traits_of_plain_tensors_are_read_by_cpp() -> None:
     if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
         pytest.skip("torch has no exchange API of DLPack: it came with 2.10")
-    assert _C.traits(torch.zeros(2, 3), None, torch.zeros(3, dtype=torch.int64)) is not None
-    assert _C.traits(torch.nn.Parameter(torch.zeros(2))) is None
+    read = _C.traits_or(lambda *objects: objects)
+    assert isinstance(read(torch.zeros(2, 3), None, torch.zeros(3, dtype=torch.int64)), bytes)
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    assert read(parameter, None) == (parameter, None)
 
 
 def test_what_has_passed_is_forgotten_when_it_is_much() -> None:
