@@ -439,6 +439,8 @@ class LowLatencyPlan:
         self, memory: Tensor, address: int, device: int, from_dlpack: Callable[[Any], Tensor]
     ) -> tuple[Tensor, Tensor]: ...
 
+_Address = Tensor | int | None  # of a tensor, an address itself, or none
+
 class LowLatencyRegion:
     def __init__(
         self, *, communicator: Communicator, memory: list[int], capacity: LowLatencyCapacity, takes_masks: bool
@@ -446,66 +448,67 @@ class LowLatencyRegion:
     def covers(self, plan: LowLatencyPlan) -> bool: ...
     @property
     def was_captured(self) -> bool: ...
+    def is_capturing(self, stream: int) -> bool: ...
     def send_tokens(
         self,
         plan: LowLatencyPlan,
         buffer_idx: int,
-        rows: int,
-        topk_idx: int,
+        rows: _Address,
+        topk_idx: _Address,
         num_tokens: int,
-        global_scale: int,
+        global_scale: _Address,
         counter: int,
-        results: int,
+        results: _Address,
         stream: int,
     ) -> None: ...
     def receive_tokens(
         self,
         plan: LowLatencyPlan,
         buffer_idx: int,
-        rows: int,
-        scales: int,
-        wait_stats: int,
-        results: int,
+        rows: _Address,
+        scales: _Address,
+        wait_stats: _Address,
+        results: _Address,
         stream: int,
     ) -> None: ...
     def dispatch_tokens(
         self,
         plan: LowLatencyPlan,
         buffer_idx: int,
-        rows: int,
-        topk_idx: int,
+        rows: _Address,
+        topk_idx: _Address,
         num_tokens: int,
-        global_scale: int,
+        global_scale: _Address,
         counter: int,
-        received_rows: int,
-        received_scales: int,
-        wait_stats: int,
-        results: int,
+        received_rows: _Address,
+        received_scales: _Address,
+        wait_stats: _Address,
+        results: _Address,
         stream: int,
     ) -> None: ...
     def return_rows(
         self,
         plan: LowLatencyPlan,
         buffer_idx: int,
-        rows: int,
-        results: int,
-        topk_weights: int,
+        rows: _Address,
+        results: _Address,
+        topk_weights: _Address,
         num_tokens: int,
         use_logfmt: bool,
         min_tokens_to_sum: int,
-        wait_stats: int,
+        wait_stats: _Address,
         stream: int,
     ) -> None: ...
     def return_signalled_rows(
         self,
         plan: LowLatencyPlan,
         buffer_idx: int,
-        rows: int,
-        results: int,
-        topk_weights: int,
+        rows: _Address,
+        results: _Address,
+        topk_weights: _Address,
         num_tokens: int,
         use_logfmt: bool,
-        signals: int,
+        signals: _Address,
         expected: int,
         num_per_expert: int,
         rows_per_signal: int,
@@ -516,28 +519,28 @@ class LowLatencyRegion:
         self,
         plan: LowLatencyPlan,
         buffer_idx: int,
-        results: int,
-        topk_idx: int,
-        topk_weights: int,
-        out: int,
+        results: _Address,
+        topk_idx: _Address,
+        topk_weights: _Address,
+        out: _Address,
         num_tokens: int,
         use_logfmt: bool,
-        wait_stats: int,
+        wait_stats: _Address,
         stream: int,
     ) -> None: ...
     def combine_rows(
         self,
         plan: LowLatencyPlan,
         buffer_idx: int,
-        rows: int,
-        results: int,
-        topk_idx: int,
-        topk_weights: int,
-        out: int,
+        rows: _Address,
+        results: _Address,
+        topk_idx: _Address,
+        topk_weights: _Address,
+        out: _Address,
         num_tokens: int,
         use_logfmt: bool,
         min_tokens_to_sum: int,
-        wait_stats: int,
+        wait_stats: _Address,
         stream: int,
     ) -> None: ...
 

@@ -69,13 +69,19 @@ LowLatencyRegion::LowLatencyRegion(const Communicator& communicator, const std::
   for (int r = 0; r < domain.num_ranks; ++r) domain_.region[r] = reinterpret_cast<uint8_t*>(memory[r]);
 }
 
+bool LowLatencyRegion::is_capturing(cudaStream_t stream) const {
+  if (stream == nullptr) return false;  // CUDA does not capture the default stream
+  const DeviceGuard guard(device_);
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+  return status != cudaStreamCaptureStatusNone;
+}
+
 LowLatencyDomain LowLatencyRegion::begin(const LowLatencyPlan& plan, LowLatencyKind kind, int buffer_idx,
                                          cudaStream_t stream, bool* is_captured) {
   require(covers(plan), "memory of a call", plan.capacity.region_bytes(), "what the region was made for, in each part");
   require(buffer_idx >= 0 && buffer_idx < kLowLatencyBuffers, "buffer_idx", buffer_idx, "0 or 1");
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
-  const bool captures = status != cudaStreamCaptureStatusNone;
+  const bool captures = is_capturing(stream);
   was_captured_ |= captures;
   if (is_captured != nullptr) *is_captured = captures;
   LowLatencyDomain domain = domain_;

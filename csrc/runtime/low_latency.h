@@ -98,6 +98,8 @@ class LowLatencyRegion {
 
   virtual bool covers(const LowLatencyPlan& plan) const { return capacity_.covers(plan.capacity); }
 
+  // Whether a stream is being captured.
+  bool is_capturing(cudaStream_t stream) const;
   // Whether a captured stream has used the region. Then a graph may hold its addresses.
   bool was_captured() const { return was_captured_; }
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hybrid_ep.buffers.low_latency_arguments import LowLatencyArguments, row_format, signals_of, sizes_of
+from hybrid_ep.buffers.low_latency_arguments import LowLatencyArguments, row_format, signals_of
 from hybrid_ep.core.calls import plain_tensors
 from hybrid_ep.core.checks import (
     MAX_INT,
@@ -163,7 +163,9 @@ class LowLatencyCalls(LowLatencyArguments):
             >>> rows.shape, counts.tolist()
             (torch.Size([4, 8, 128]), [1, 2, 0, 1])
         """
-        engine = self._low_latency_engine()
+        engine = self.engine
+        if not self.low_latency_mode:
+            self._require_low_latency()
         max_tokens = num_max_dispatch_tokens_per_rank
         kinds = (use_fp8, round_scale, use_ue8m0, use_nvfp4, use_ue8m0_for_sf)
         stats, waits = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
@@ -174,7 +176,7 @@ class LowLatencyCalls(LowLatencyArguments):
             rows, counts, handle, finish = repeat(x, topk_idx, x_global_scale, waits)
             if stats is not None:
                 finish = _then_add(finish, counts, stats)
-            hook = self._receive_or_return(engine, finish, return_recv_hook)
+            hook = None if finish is None else self._receive_or_return(engine, finish, return_recv_hook)
             return _as_returned(rows, use_nvfp4), counts, handle, EventOverlap(), hook
         try:
             if given not in self._passed:
@@ -210,7 +212,7 @@ class LowLatencyCalls(LowLatencyArguments):
             rows, counts, handle, finish = engine.low_latency_dispatch(request)
             if stats is not None:
                 finish = _then_add(finish, counts, stats)
-            hook = self._receive_or_return(engine, finish, return_recv_hook)
+            hook = None if finish is None else self._receive_or_return(engine, finish, return_recv_hook)
         event = self._comm_stream.finish(None, async_finish, (*tensors, *rows, handle.memory))
         is_plain = not async_finish and request.data is x and request.topk_idx is topk_idx
         if is_plain and given in self._passed:
@@ -297,9 +299,12 @@ class LowLatencyCalls(LowLatencyArguments):
             >>> combined_x[:, 0].tolist()
             [3.0, 3.0]
         """
-        engine = self._low_latency_engine()
+        engine = self.engine
+        if not self.low_latency_mode:
+            self._require_low_latency()
         try:
-            self._check_low_latency_handle(handle)
+            if type(handle) is not LowLatencyHandle or handle.grid is not self.grid:
+                self._check_low_latency_handle(handle)
             if zero_copy is not False and require_bool("zero_copy", zero_copy):
                 if self._combine_buffer is None or self._combine_buffer[0] is not handle:
                     raise ConfigError(
@@ -307,17 +312,20 @@ class LowLatencyCalls(LowLatencyArguments):
                     )
                 x = self._combine_buffer[1]
             waits = combine_wait_recv_cost_stats
+            sizes = handle.num_max_tokens_per_rank, handle.hidden, handle.num_experts
             flags = use_logfmt, zero_copy, overlap, async_finish, return_recv_hook
-            given = traits(x, topk_idx, topk_weights, out, waits, *sizes_of(handle), *flags)
-            if given not in self._passed:
+            given = traits(x, topk_idx, topk_weights, out, waits, *sizes, *flags)
+            is_plain = self._passed.get(given)
+            if is_plain is None:
                 require_bools(("use_logfmt", "overlap"), (use_logfmt, overlap))
                 if use_logfmt and handle.hidden % CHANNELS_PER_HEADER:
                     require(False, "hidden", handle.hidden, f"with use_logfmt: multiples of {CHANNELS_PER_HEADER}")
                 self._check_combined(x, topk_idx, topk_weights, handle, out)
                 self._check_stats(waits, "combine_wait_recv_cost_stats", torch.int64, self.group_size, topk_idx.device)
                 self._check_return(async_finish, return_recv_hook)
+                is_plain = not (overlap or async_finish) and all(t.is_contiguous() for t in (x, topk_idx, topk_weights))
                 if topk_idx.is_cuda:
-                    self._passed.add(given)  # no value has been looked at
+                    self._passed.add(given, is_plain)  # no value has been looked at
             signals = None
             if overlap:
                 require_tensor("x", x, dtypes=(torch.bfloat16,), shape=(None, None, None), contiguous=True)
@@ -330,8 +338,14 @@ class LowLatencyCalls(LowLatencyArguments):
             engine.refuse("low_latency_combine", error)
             raise
         if out is None:
-            out = torch.empty(topk_idx.shape[0], handle.hidden, dtype=x.dtype, device=x.device)
+            num_tokens, hidden = topk_idx.shape[0], handle.hidden
+            out = torch.empty_strided((num_tokens, hidden), (hidden, 1), dtype=torch.bfloat16, device=x.device)
 
+        if is_plain:
+            plain = LowLatencyCombineRequest(x, topk_idx, topk_weights, out, use_logfmt, waits, None, return_recv_hook)
+            finish = engine.low_latency_combine(plain, handle)
+            hook = None if finish is None else self._receive_or_return(engine, finish, return_recv_hook)
+            return out, EventOverlap(), hook
         with self._comm_stream.scope(None, async_finish):
             request = LowLatencyCombineRequest(
                 x.contiguous(),
@@ -344,7 +358,7 @@ class LowLatencyCalls(LowLatencyArguments):
                 return_recv_hook,
             )
             finish = engine.low_latency_combine(request, handle)
-            hook = self._receive_or_return(engine, finish, return_recv_hook)
+            hook = None if finish is None else self._receive_or_return(engine, finish, return_recv_hook)
         tensors = (x, topk_idx, topk_weights, handle.memory, out, waits, signals and signals.raised)
         return out, self._comm_stream.finish(None, async_finish, tensors), hook
 
@@ -491,9 +505,11 @@ class LowLatencyCalls(LowLatencyArguments):
     def _low_latency_engine(self) -> Engine:
         """The engine, of a buffer in low-latency mode."""
         engine = self.engine
-        if not self.low_latency_mode:
-            require(False, "low_latency_mode", self.low_latency_mode, "True for low-latency calls")
+        self._require_low_latency()
         return engine
+
+    def _require_low_latency(self) -> None:
+        require(self.low_latency_mode, "low_latency_mode", self.low_latency_mode, "True for low-latency calls")
 
     def _require_shrink(self) -> None:
         self._low_latency_engine()
@@ -535,11 +551,12 @@ def _as_returned(rows: Rows, use_nvfp4: bool) -> Tensor | tuple[Tensor, Tensor]:
     return (data.permute(_ROWS_ORDER), scales.permute(_SCALES_ORDER)) if use_nvfp4 else (data, scales)
 
 
-def _then_add(finish: Hook, counts: Tensor, stats: Tensor) -> Hook:
+def _then_add(finish: Hook | None, counts: Tensor, stats: Tensor) -> Hook:
     """Also adds the rows that each expert has received."""
 
     def receive() -> None:
-        finish()
+        if finish is not None:
+            finish()
         stats.add_(counts)
 
     return receive

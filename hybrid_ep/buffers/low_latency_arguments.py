@@ -19,7 +19,7 @@ from hybrid_ep.core.quantize import (
 )
 from hybrid_ep.engine.calls import ExpertSignals, LowLatencyHandle
 
-__all__ = ["LowLatencyArguments", "row_format", "signals_of", "sizes_of"]
+__all__ = ["LowLatencyArguments", "row_format", "signals_of"]
 
 _SMS_OF_EXPERT_SIGNALS = 32  # SGLang leaves so many to combine on Blackwell, and does not say so in the call
 
@@ -62,7 +62,7 @@ class LowLatencyArguments(BaseBuffer):
     def _check_combined(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, handle: LowLatencyHandle, out: Tensor | None
     ) -> None:
-        most, hidden, num_experts = sizes_of(handle)
+        most, hidden, num_experts = handle.num_max_tokens_per_rank, handle.hidden, handle.num_experts
         device = self.engine.device or handle.memory.device
         shape = (num_experts // self.group_size, most * self.group_size, hidden)
         require_tensor("x", x, dtypes=(torch.bfloat16,), shape=shape, device=device)
@@ -135,8 +135,3 @@ def signals_of(
         len(comp_signal) >= least, "elements of comp_signal", len(comp_signal), f"≥ {least} with {block_m} rows each"
     )
     return ExpertSignals(comp_signal, threshold, num_blocks, block_m, num_sms)
-
-
-def sizes_of(handle: LowLatencyHandle) -> tuple[int, int, int]:
-    """M, hidden and E."""
-    return handle.num_max_tokens_per_rank, handle.hidden, handle.num_experts

@@ -297,11 +297,13 @@ class Engine(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def low_latency_combine(self, request: LowLatencyCombineRequest, handle: LowLatencyHandle) -> Callable[[], None]:
+    def low_latency_combine(
+        self, request: LowLatencyCombineRequest, handle: LowLatencyHandle
+    ) -> Callable[[], None] | None:
         """Brings ``[LE, M×R, H]`` bf16 rows back and writes their weighted sum to `out` ``[T, H]``.
 
-        Returns a function that waits for the rows; `out` is complete once it has run. Rows of masked ranks count as
-        zero.
+        Returns a function that waits for the rows, as `LowLatencyDispatched.finish`; `out` is complete once it has run.
+        Rows of masked ranks count as zero.
         """
 
     @abc.abstractmethod

@@ -457,13 +457,14 @@ class LowLatencyDispatched(NamedTuple):
         rows: ``[LE, M×R, H]`` and scales, as `PackedLayout` has them; rows after an expert's count are undefined.
         counts: ``[LE]`` int32.
         handle: for `low_latency_combine`.
-        finish: waits for the rows to arrive on the current stream; call exactly once.
+        finish: waits for the rows to arrive on the current stream; call exactly once. None: they have been received
+            without an error, as only a call without a hook can.
     """
 
     rows: Rows
     counts: Tensor
     handle: LowLatencyHandle
-    finish: Callable[[], None]
+    finish: Callable[[], None] | None
 
 
 # See Engine.repeat_of_low_latency.

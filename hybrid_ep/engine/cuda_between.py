@@ -348,7 +348,9 @@ class CudaBetween(TorchEngine):
             return super().low_latency_dispatch(request)
         return kernels.dispatch(request)
 
-    def low_latency_combine(self, request: LowLatencyCombineRequest, handle: LowLatencyHandle) -> Callable[[], None]:
+    def low_latency_combine(
+        self, request: LowLatencyCombineRequest, handle: LowLatencyHandle
+    ) -> Callable[[], None] | None:
         kernels = self._low_latency_kernels
         self._calls_kernels = kernels is not None and kernels.has_made(handle)
         if kernels is None or not self._calls_kernels:

@@ -306,7 +306,9 @@ class CudaEngine(Engine):
     def repeat_of_low_latency(self, request: LowLatencyDispatchRequest) -> RepeatedLowLatencyDispatch | None:
         return self._low_latency.repeat_of(request)
 
-    def low_latency_combine(self, request: LowLatencyCombineRequest, handle: LowLatencyHandle) -> Callable[[], None]:
+    def low_latency_combine(
+        self, request: LowLatencyCombineRequest, handle: LowLatencyHandle
+    ) -> Callable[[], None] | None:
         return self._low_latency.combine(request, handle)
 
     def refuse(self, call: str, error: ConfigError) -> None:

@@ -35,7 +35,7 @@ from hybrid_ep.engine.cuda_low_latency_masks import LowLatencyMasks
 from hybrid_ep.engine.cuda_low_latency_region import Buffers, Region, set_last_call
 from hybrid_ep.engine.cuda_order import LaunchOrder
 from hybrid_ep.engine.cuda_plan import LowLatencyPlan, plan_low_latency
-from hybrid_ep.engine.cuda_route import Chunk, RouteMemory, address, aligned
+from hybrid_ep.engine.cuda_route import Chunk, RouteMemory, aligned
 from hybrid_ep.engine.losses import Losses
 from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.engine.symmetric import SymmetricMemory
@@ -43,6 +43,8 @@ from hybrid_ep.errors import ClosedError, ConfigError, HybridEPError, TransportE
 
 __all__ = ["CudaLowLatency"]
 
+_from_dlpack: Callable[[object], Tensor] = torch._C._from_dlpack
+_DEFAULT_STREAM = 0  # CUDA does not capture it
 _CALL_BITS = 28  # of the numbers of calls between two cleanings
 _MAX_GENERATIONS = 1 << 32 - _CALL_BITS
 
@@ -64,6 +66,11 @@ class _State:
     chunk: Chunk
     results: int
     is_received: bool = False
+
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """`src_info` and `layout_range` of the handle."""
+        memory = self.chunk.memory
+        return self.plan.native.tables(memory, self.results, memory.device.index, _from_dlpack)
 
 
 class CudaLowLatency(LowLatencyMasks):
@@ -96,152 +103,146 @@ class CudaLowLatency(LowLatencyMasks):
         self._everyone = roll_call if everyone is None else everyone
         self._num_cleanings = 0
         self._number, self._num_regions = number, 0  # that have been made
-        self._dispatches, self._combines = Buffers(), Buffers()
+        self._count_calls_anew()
         self._results = RouteMemory(device)
         self._last_plan: LowLatencyPlan | None = None  # which the region in use covers
 
     def dispatch(self, request: LowLatencyDispatchRequest) -> LowLatencyDispatched:
-        self._look_for_loss()
         try:
             plan = self._plan_for(request)
             if plan is not self._last_plan:
+                self._look_for_loss()
                 self._check_growth(plan)
         except ConfigError as error:
             self.refuse("low_latency_dispatch", error)
             raise
         if plan is not self._last_plan:
             self._provide_region(plan, request)
-        return self._dispatch(
-            plan,
-            aligned(request.data),
-            request.topk_idx,
-            request.global_scale,
-            request.wait_stats,
-            return_recv_hook=request.return_recv_hook,
-        )
+        data, topk_idx, _, _, _, global_scale, wait_stats, _ = request
+        return self.repeat_of(request)(data, topk_idx, global_scale, wait_stats)
 
     def repeat_of(self, request: LowLatencyDispatchRequest) -> RepeatedLowLatencyDispatch:
         """As `Engine.repeat_of_low_latency`."""
         # No tensors are kept: this may outlive them.
-        plan, return_recv_hook = self._plan_for(request), request.return_recv_hook
-
-        def repeat(
-            data: Tensor, topk_idx: Tensor, global_scale: Tensor | None, wait_stats: Tensor | None
-        ) -> LowLatencyDispatched:
-            self._look_for_loss()
-            return self._dispatch(
-                plan, aligned(data), topk_idx, global_scale, wait_stats, return_recv_hook=return_recv_hook
-            )
-
-        return repeat
+        return functools.partial(self._dispatch, self._plan_for(request), request.return_recv_hook)
 
     def _dispatch(
         self,
         plan: LowLatencyPlan,
+        return_recv_hook: bool,
         data: Tensor,
         topk_idx: Tensor,
         global_scale: Tensor | None,
         wait_stats: Tensor | None,
-        *,
-        return_recv_hook: bool,
     ) -> LowLatencyDispatched:
         """Dispatches with a plan that the region covers, as it does from the plan's first call on."""
-        region, native, index, buffers = self._regions[-1].native, plan.native, self._index, self._dispatches
-        rows = plan.packed.empty(self._device)
+        if self.takes_masks:
+            self._look_for_loss()
+        region, native, buffers, num_tokens = self._regions[-1].native, plan.native, self._dispatches, topk_idx.shape[0]
+        data, rows = aligned(data), plan.packed.empty(self._device)
         idx = buffers.next("low_latency_dispatch")
         stream = self._begin()
-        chunk, results = self._results.take(plan.num_ints, stream, alone=is_capturing(index))
-        memory, num_tokens = chunk.memory, topk_idx.shape[0]
+        is_captured = stream != _DEFAULT_STREAM and region.is_capturing(stream)
+        chunk, results = self._results.take(plan.num_ints, stream, alone=is_captured)
         state = _State(plan, num_tokens, chunk, results)
-        make_tables = functools.partial(native.tables, memory, results, index, torch._C._from_dlpack)
-        handle = LowLatencyHandle(make_tables, *plan.sizes, self._grid, memory, state)
-        counts = native.counts(memory, results, index, torch._C._from_dlpack)
-        sent = native, idx, data.data_ptr(), topk_idx.data_ptr(), num_tokens, address(global_scale), self._counter()
+        handle = LowLatencyHandle(state.tables, *plan.sizes, self._grid, chunk.memory, state)
+        counts = native.counts(chunk.memory, results, self._index, _from_dlpack)
+        sent = native, idx, data, topk_idx, num_tokens, global_scale, self._counter
         # The combine reports an overflow to all ranks, which would wait for this rank's. So it is held.
         if not return_recv_hook:
-            region.dispatch_tokens(
-                *sent, rows.data.data_ptr(), address(rows.scales), address(wait_stats), results, stream
-            )
+            region.dispatch_tokens(*sent, *rows, wait_stats, results, stream)
             buffers.note_done()
             state.is_received = True
             return LowLatencyDispatched(rows, counts, handle, self._end(holds_overflow=True))
-
         region.send_tokens(*sent, results, stream)
         buffers.note_sent()
+        receive = functools.partial(region.receive_tokens, native, idx, *rows, wait_stats, results)
+        return LowLatencyDispatched(rows, counts, handle, self._hook_of_dispatch(receive, idx, state))
+
+    def _hook_of_dispatch(self, receive: Callable[[int], None], idx: int, state: _State) -> Callable[[], None]:
+        """`receive` holds the tensors that its launch on a stream uses."""
+        buffers = self._dispatches
 
         def finish() -> None:
-            at = self._begin()
-            chunk.note_use(at)
-            region.receive_tokens(
-                native, idx, rows.data.data_ptr(), address(rows.scales), address(wait_stats), results, at
-            )
+            stream = self._begin()
+            state.chunk.note_use(stream)
+            receive(stream)
             buffers.note_received(idx)
             state.is_received = True
-            self._end(holds_overflow=True)()
+            raise_fault = self._end(holds_overflow=True)
+            if raise_fault is not None:
+                raise_fault()
 
-        return LowLatencyDispatched(rows, counts, handle, finish)
+        return finish
 
-    def combine(self, request: LowLatencyCombineRequest, handle: LowLatencyHandle) -> Callable[[], None]:
-        self._look_for_loss()
+    def combine(self, request: LowLatencyCombineRequest, handle: LowLatencyHandle) -> Callable[[], None] | None:
+        if self.takes_masks:
+            self._look_for_loss()
         data, topk_idx, topk_weights, out, use_logfmt, wait_stats, signals, return_recv_hook = request
         try:
             state = state_of(handle, _State)
-            plan, num_tokens = state.plan, state.num_tokens
             self._check_combine(request, state)
         except ConfigError as error:
             self.refuse("low_latency_combine", error)
             raise
-        region, native = self._regions[-1].native, plan.native
-        buffers = self._combines
+        region, native, num_tokens = self._regions[-1].native, state.plan.native, state.num_tokens
+        buffers, results = self._combines, state.results
         idx = buffers.next("low_latency_combine")
         weights, target = aligned(topk_weights), aligned(out)
         if signals is None:
             data = aligned(data)
         stream = self._begin()
         state.chunk.note_use(stream)
-
-        def summed() -> tuple[int, int, int, int]:  # a function holds the tensors until the hook has run
-            return topk_idx.data_ptr(), weights.data_ptr(), target.data_ptr(), num_tokens
-
-        sent = native, idx, data.data_ptr(), state.results
+        summed = topk_idx, weights, target, num_tokens, use_logfmt
         if signals is None and not return_recv_hook:
-            region.combine_rows(*sent, *summed(), use_logfmt, request.min_tokens_to_sum, address(wait_stats), stream)
+            region.combine_rows(native, idx, data, results, *summed, request.min_tokens_to_sum, wait_stats, stream)
             buffers.note_done()
-            return self._end_of_combine(out, target)
+            if target is not out:
+                out.copy_(target)
+            return self._end()
 
-        rows = *sent, weights.data_ptr(), num_tokens, use_logfmt
+        rows = native, idx, data, results, weights, num_tokens, use_logfmt
         if signals is None:
-            region.return_rows(*rows, request.min_tokens_to_sum, address(wait_stats), stream)
+            region.return_rows(*rows, request.min_tokens_to_sum, wait_stats, stream)
         else:
-            region.return_signalled_rows(
-                *rows,
-                signals.raised.data_ptr(),
-                signals.expected,
-                signals.num_per_expert,
-                signals.rows_per_signal,
-                signals.num_sms,
-                stream,
-            )
+            region.return_signalled_rows(*rows, *signals, stream)
         buffers.note_sent()
+        receive = functools.partial(region.sum_rows, native, idx, results, *summed, wait_stats)
+        return self._hook_of_combine(receive, idx, state, out, target, None if return_recv_hook else stream)
+
+    def _hook_of_combine(
+        self,
+        receive: Callable[[int], None],
+        idx: int,
+        state: _State,
+        out: Tensor,
+        target: Tensor,
+        stream: int | None,
+    ) -> Callable[[], None]:
+        """As above. `stream` is that of the send, if the sum follows at once; None: that of the hook's call."""
+        buffers = self._combines
 
         def finish() -> None:
-            at = self._begin() if return_recv_hook else stream
+            at = self._begin() if stream is None else stream
             state.chunk.note_use(at)
-            region.sum_rows(native, idx, state.results, *summed(), use_logfmt, address(wait_stats), at)
+            receive(at)
             buffers.note_received(idx)
-            self._end_of_combine(out, target)()
+            if target is not out:
+                out.copy_(target)
+            raise_fault = self._end()
+            if raise_fault is not None:
+                raise_fault()
 
         return finish
 
-    def _end_of_combine(self, out: Tensor, target: Tensor) -> Callable[[], None]:
-        if target is not out:
-            out.copy_(target)
-        return self._end()
-
-    def _end(self, *, holds_overflow: bool = False) -> Callable[[], None]:
-        """Ends a call after its last launch; returns what raises an error."""
+    def _end(self, *, holds_overflow: bool = False) -> Callable[[], None] | None:
+        """Ends a call after its last launch; returns what raises an error, None: there is none."""
         self._order.end()
-        return functools.partial(self.raise_fault, holds_overflow=holds_overflow) if self._has_fault() else _nothing
+        if self._fault is None:
+            self._fault = self._communicator.take_fault()
+        if self._fault is None and self._held is None and self._overflow is None:
+            return None
+        return functools.partial(self.raise_fault, holds_overflow=holds_overflow)
 
     def refuse(self, call: str, error: ConfigError) -> None:
         """Makes a call without rows, because of which every rank raises an error of this rank.
@@ -310,7 +311,7 @@ class CudaLowLatency(LowLatencyMasks):
             raise error
 
     def _forget_calls(self) -> None:
-        self._dispatches, self._combines = Buffers(), Buffers()
+        self._count_calls_anew()
         self.lately_masked = set(self.masked)
         self.has_found_loss = False
         self._blame = self._new_blame()
@@ -349,7 +350,7 @@ class CudaLowLatency(LowLatencyMasks):
             raise type(self.refusal)(*self.refusal.args)
         if self._has_stale_masks:
             self.upload_masks()
-        return self._order.begin_low_latency()
+        return self._order.begin(is_low_latency=True)
 
     def _check_combine(self, request: LowLatencyCombineRequest, state: _State) -> None:
         """Raises ConfigError where a combine does not fit the dispatch of its handle, or this buffer."""
@@ -413,7 +414,11 @@ class CudaLowLatency(LowLatencyMasks):
             self._drop_region()
         self._regions.append(region)
         self._num_regions += 1
+        self._count_calls_anew()
+
+    def _count_calls_anew(self) -> None:
         self._dispatches, self._combines = Buffers(), Buffers()
+        self._counter = low_latency_counter(self._number, self._num_regions, self._losses.period)
 
     def _compare(self, plan: LowLatencyPlan, request: LowLatencyDispatchRequest) -> None:
         """Compares the sizes of the ranks by a dispatch without tokens: see cuda_compare.py."""
@@ -428,8 +433,8 @@ class CudaLowLatency(LowLatencyMasks):
                 idx,
                 self._device,
                 self._begin(),
-                counter=self._counter(),
-                global_scale=address(request.global_scale),
+                counter=self._counter,
+                global_scale=request.global_scale,
             )
             buffers.note_sent()
             buffers.note_received(idx)
@@ -439,9 +444,6 @@ class CudaLowLatency(LowLatencyMasks):
             compare_calls(self._device, lambda: earlier.append(self.take_fault()), self.take_fault, launch)
         finally:
             self._held = next(filter(None, earlier), None)
-
-    def _counter(self) -> int:
-        return low_latency_counter(self._number, self._num_regions, self._losses.period)
 
     def _make_region(self, capacity: _cuda.LowLatencyCapacity) -> Region:
         memory = SymmetricMemory.allocate(capacity.region_bytes, self._roll_call, self._device)
@@ -465,7 +467,3 @@ class CudaLowLatency(LowLatencyMasks):
         self, num_experts: int, num_topk: int, hidden: int, max_tokens: int, fmt: RowFormat | None
     ) -> LowLatencyPlan:
         return plan_low_latency(self._grid.num_ranks, num_experts, num_topk, hidden, max_tokens, fmt)
-
-
-def _nothing() -> None:
-    """Raises nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from hybrid_ep import _cuda
 from hybrid_ep.engine.calls import NO_SUMS
@@ -18,7 +19,7 @@ def launch_without_tokens(
     stream: int,
     *,
     counter: int = 0,
-    global_scale: int = 0,
+    global_scale: Tensor | None = None,
 ) -> None:
     """Launches a dispatch without tokens: it publishes the fields of its plan.
 
@@ -29,10 +30,10 @@ def launch_without_tokens(
         device: this rank's GPU.
         stream: the current stream.
         counter: result of `low_latency_counter`.
-        global_scale: address of the global scale of NVFP4 rows; 0 for other formats.
+        global_scale: of NVFP4 rows; None for other formats.
     """
     results = torch.empty(plan.num_ints_between, dtype=torch.int32, device=device)
-    region.dispatch_tokens(plan, buffer_idx, 0, 0, 0, global_scale, counter, 0, 0, 0, results.data_ptr(), stream)
+    region.dispatch_tokens(plan, buffer_idx, None, None, 0, global_scale, counter, None, None, None, results, stream)
 
 
 def launch_refused_combine(
@@ -42,4 +43,4 @@ def launch_refused_combine(
     results = torch.zeros(plan.num_ints_between, dtype=torch.int32, device=device)
     idx, value = plan.refusal_of_combine
     results[idx] = value
-    region.combine_rows(plan, buffer_idx, 0, results.data_ptr(), 0, 0, 0, 0, False, NO_SUMS, 0, stream)
+    region.combine_rows(plan, buffer_idx, None, results, None, None, None, 0, False, NO_SUMS, None, stream)

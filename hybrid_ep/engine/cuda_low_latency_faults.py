@@ -117,12 +117,6 @@ class LowLatencyFaults(abc.ABC):
             self.has_found_loss = True
         return error
 
-    def _has_fault(self) -> bool:
-        """Whether `raise_fault` has anything to look at."""
-        if self._fault is None:
-            self._fault = self._communicator.take_fault()
-        return self._fault is not None or self._held is not None or self._overflow is not None
-
     def _take_fault(self) -> _cuda.Fault | None:
         """Takes the fault record, but drops that other ranks' calls differ from one that this rank has refused."""
         fault, self._fault = self._fault or self._communicator.take_fault(), None

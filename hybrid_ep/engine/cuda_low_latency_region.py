@@ -91,7 +91,7 @@ class Buffers:
 
     def next(self, what: str) -> int:
         """The buffer that the next call sends into."""
-        if self.are_in_flight:
+        if self.in_flight[self.next_idx]:
             most = len(self.in_flight)
             raise ConfigError(f"{what} calls whose hook has not been called are {most + 1}; allowed: at most {most}")
         return self.next_idx

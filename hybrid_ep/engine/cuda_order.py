@@ -28,9 +28,17 @@ class LaunchOrder:
         self._last: torch.cuda.Stream | None = None
         self._event: torch.cuda.Event | None = None  # made when streams first change
         self._is_recorded = False  # whether the event is recorded after the last launch
+        self._ref = weakref.ref(self)
 
-    def begin(self) -> int:
-        """Orders the next launch on the current stream after the earlier ones; returns the stream."""
+    def begin(self, *, is_low_latency: bool = False) -> int:
+        """Orders the next launch on the current stream after the earlier ones; returns the stream.
+
+        A low-latency launch also runs after the low-latency launches of all other buffers here. A kernel that receives
+        waits on every SM. Two such kernels, of two buffers, could leave no SM for the sends that another rank waits
+        for.
+        """
+        if is_low_latency and _last_low_latency.get(self._index) is not self._ref:
+            self._follow_other_buffers()
         stream = current_raw_stream(self._index)
         if self._last is None or self._last.cuda_stream != stream:
             current = torch.cuda.current_stream(self._index)
@@ -38,20 +46,6 @@ class LaunchOrder:
             self._last = current
         self._is_recorded = False
         return stream
-
-    def begin_low_latency(self) -> int:
-        """`begin` for a low-latency launch, which also runs after the low-latency launches of all other buffers here.
-
-        A kernel that receives waits on every SM. Two such kernels, of two buffers, could leave no SM for the sends that
-        another rank waits for.
-        """
-        last = _last_low_latency.get(self._index)
-        other = None if last is None else last()
-        if other is not self:
-            if other is not None:
-                other.hold_back_current()
-            _last_low_latency[self._index] = weakref.ref(self)
-        return self.begin()
 
     def end(self) -> None:
         """Must be called after a call's last launch, and last use of memory that its next call may write."""
@@ -65,6 +59,14 @@ class LaunchOrder:
         current = torch.cuda.current_stream(self._index)
         if self._last is not None and self._last.cuda_stream != current.cuda_stream:
             self._hold_back(current)
+
+    def _follow_other_buffers(self) -> None:
+        """Makes the current stream wait for the last low-latency launch of another buffer."""
+        last = _last_low_latency.get(self._index)
+        other = None if last is None else last()
+        if other is not None:
+            other.hold_back_current()
+        _last_low_latency[self._index] = self._ref
 
     def _hold_back(self, current: torch.cuda.Stream) -> None:
         if self._last is None:

@@ -59,7 +59,10 @@ class PackedLayout(NamedTuple):
 
     def empty(self, device: torch.device) -> Rows:
         """Uninitialised rows."""
-        rows = torch.empty(self.rows, dtype=self.row_type, device=device)
+        _, capacity, width = self.rows
+        strides = capacity * width, width, 1
+        # One operator for both: after a barrier, caches of the host are cold, but for the second call of an operator.
+        rows = torch.empty_strided(self.rows, strides, dtype=self.row_type, device=device)
         if self.scales is None:
             return Rows(rows)
         return Rows(rows, torch.empty_strided(self.scales, self.scale_strides, dtype=self.scale_type, device=device))

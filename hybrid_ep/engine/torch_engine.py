@@ -308,10 +308,13 @@ class TorchEngine(Engine):
     @one_at_a_time
     def low_latency_dispatch(self, request: LowLatencyDispatchRequest) -> LowLatencyDispatched:
         sent = self._low_latency.dispatch(request)
+        assert sent.finish is not None
         return sent._replace(finish=functools.partial(self._receive, sent.finish))
 
     @one_at_a_time
-    def low_latency_combine(self, request: LowLatencyCombineRequest, handle: LowLatencyHandle) -> Callable[[], None]:
+    def low_latency_combine(
+        self, request: LowLatencyCombineRequest, handle: LowLatencyHandle
+    ) -> Callable[[], None] | None:
         return functools.partial(self._receive, self._low_latency.combine(request, handle))
 
     @one_at_a_time

@@ -36,15 +36,15 @@ class _Work(NamedTuple):
 
 # What each call takes; of functions, the most.
 _WORK = {
-    "low-latency dispatch": _Work(2, [], 36),
-    "low-latency combine": _Work(1, [], 40),
-    "low-latency dispatch with a hook": _Work(2, [], 45),
-    "low-latency combine with a hook": _Work(1, [], 51),
-    "dispatch with a bound": _Work(0, [], 35),
-    "cached dispatch": _Work(0, [], 45),
-    "combine": _Work(1, [], 40),
-    "hybrid dispatch with a bound": _Work(1, ["aten.clone.default"], 50),
-    "hybrid combine": _Work(4, [], 45),
+    "low-latency dispatch": _Work(2, [], 16),
+    "low-latency combine": _Work(1, [], 19),
+    "low-latency dispatch with a hook": _Work(2, [], 29),
+    "low-latency combine with a hook": _Work(1, [], 32),
+    "dispatch with a bound": _Work(0, [], 31),
+    "cached dispatch": _Work(0, [], 43),
+    "combine": _Work(1, [], 36),
+    "hybrid dispatch with a bound": _Work(1, ["aten.clone.default"], 46),
+    "hybrid combine": _Work(4, [], 40),
 }
 
 

@@ -116,31 +116,31 @@ def test_streams_of_a_capture_wait_for_each_other_only(device: Device) -> None:
 def test_low_latency_launches_of_all_buffers_run_one_after_another(device: Device) -> None:
     """Kernels that wait for ranks on every SM may not meet those of another buffer there."""
     one, other, first, second = LaunchOrder(INDEX), LaunchOrder(INDEX), device.current, FakeStream(2)
-    one.begin_low_latency()
+    one.begin(is_low_latency=True)
     one.end()
     with device.on(second):
-        other.begin_low_latency()
+        other.begin(is_low_latency=True)
         other.end()
-        other.begin_low_latency()
+        other.begin(is_low_latency=True)
         other.end()
     assert second.waits == [first]
-    one.begin_low_latency()
+    one.begin(is_low_latency=True)
     one.end()
     assert first.waits == [second]
     with device.on(second):
-        other.begin_low_latency()
+        other.begin(is_low_latency=True)
     assert second.waits == [first, ("event", first)]
 
 
 def test_a_buffer_that_is_gone_holds_nobody_back(device: Device) -> None:
     one, other, second = LaunchOrder(INDEX), LaunchOrder(INDEX), FakeStream(2)
-    one.begin_low_latency()
+    one.begin(is_low_latency=True)
     gone = weakref.ref(one)
     del one
     gc.collect()
     assert gone() is None
     with device.on(second):
-        other.begin_low_latency()
+        other.begin(is_low_latency=True)
     assert second.waits == []
 
 

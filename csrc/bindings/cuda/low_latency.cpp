@@ -12,6 +12,37 @@
 namespace hybrid_ep::bindings {
 namespace {
 
+// The address of a tensor. An integer is an address, too, and None is nullptr.
+struct Address {
+  uintptr_t value;
+  operator uintptr_t() const { return value; }
+};
+
+}  // namespace
+}  // namespace hybrid_ep::bindings
+
+template <>
+struct pybind11::detail::type_caster<hybrid_ep::bindings::Address> {
+  PYBIND11_TYPE_CASTER(hybrid_ep::bindings::Address, const_name("torch.Tensor | int | None"));
+
+  bool load(handle source, bool) {
+    if (source.is_none()) {
+      value.value = 0;
+      return true;
+    }
+    static PyObject* const data_ptr = PyUnicode_InternFromString("data_ptr");
+    const object address = PyLong_Check(source.ptr())
+                               ? reinterpret_borrow<object>(source)
+                               : reinterpret_steal<object>(PyObject_CallMethodNoArgs(source.ptr(), data_ptr));
+    if (address) value.value = PyLong_AsSize_t(address.ptr());
+    if (PyErr_Occurred() != nullptr) throw error_already_set();
+    return true;
+  }
+};
+
+namespace hybrid_ep::bindings {
+namespace {
+
 namespace py = pybind11;
 
 // A tensor over a part of a dispatch's results, which are at `address`: it begins after so many int32. It keeps
@@ -158,9 +189,13 @@ void add_low_latency(py::module_& module) {
       .def("covers", &LowLatencyRegion::covers, py::arg("plan"))
       .def_property_readonly("was_captured", &LowLatencyRegion::was_captured)
       .def(
+          "is_capturing",
+          [](const LowLatencyRegion& self, uintptr_t stream) { return self.is_capturing(stream_of(stream)); },
+          py::arg("stream"))
+      .def(
           "send_tokens",
-          [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, uintptr_t rows, uintptr_t topk_idx,
-             int num_tokens, uintptr_t global_scale, uint32_t counter, uintptr_t results, uintptr_t stream) {
+          [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, Address rows, Address topk_idx,
+             int num_tokens, Address global_scale, uint32_t counter, Address results, uintptr_t stream) {
             self.send_tokens(plan, buffer_idx, tokens_out(rows, topk_idx, num_tokens, global_scale, counter),
                              pointer<int32_t>(results), stream_of(stream));
           },
@@ -168,8 +203,8 @@ void add_low_latency(py::module_& module) {
           py::arg("global_scale"), py::arg("counter"), py::arg("results"), py::arg("stream"))
       .def(
           "receive_tokens",
-          [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, uintptr_t rows, uintptr_t scales,
-             uintptr_t wait_stats, uintptr_t results, uintptr_t stream) {
+          [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, Address rows, Address scales,
+             Address wait_stats, Address results, uintptr_t stream) {
             self.receive_tokens(plan, buffer_idx, tokens_in(rows, scales, wait_stats), pointer<int32_t>(results),
                                 stream_of(stream));
           },
@@ -177,9 +212,9 @@ void add_low_latency(py::module_& module) {
           py::arg("results"), py::arg("stream"))
       .def(
           "dispatch_tokens",
-          [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, uintptr_t rows, uintptr_t topk_idx,
-             int num_tokens, uintptr_t global_scale, uint32_t counter, uintptr_t received_rows,
-             uintptr_t received_scales, uintptr_t wait_stats, uintptr_t results, uintptr_t stream) {
+          [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, Address rows, Address topk_idx,
+             int num_tokens, Address global_scale, uint32_t counter, Address received_rows, Address received_scales,
+             Address wait_stats, Address results, uintptr_t stream) {
             self.dispatch_tokens(plan, buffer_idx, tokens_out(rows, topk_idx, num_tokens, global_scale, counter),
                                  tokens_in(received_rows, received_scales, wait_stats), pointer<int32_t>(results),
                                  stream_of(stream));
@@ -189,8 +224,8 @@ void add_low_latency(py::module_& module) {
           py::arg("wait_stats"), py::arg("results"), py::arg("stream"))
       .def(
           "return_rows",
-          [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, uintptr_t rows, uintptr_t results,
-             uintptr_t topk_weights, int num_tokens, bool use_logfmt, int min_tokens_to_sum, uintptr_t wait_stats,
+          [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, Address rows, Address results,
+             Address topk_weights, int num_tokens, bool use_logfmt, int min_tokens_to_sum, Address wait_stats,
              uintptr_t stream) {
             self.return_rows(plan, buffer_idx, rows_home(rows, results, topk_weights, num_tokens, use_logfmt),
                              min_tokens_to_sum, pointer<int64_t>(wait_stats), stream_of(stream));
@@ -200,8 +235,8 @@ void add_low_latency(py::module_& module) {
           py::arg("stream"))
       .def(
           "return_signalled_rows",
-          [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, uintptr_t rows, uintptr_t results,
-             uintptr_t topk_weights, int num_tokens, bool use_logfmt, uintptr_t signals, uint32_t expected,
+          [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, Address rows, Address results,
+             Address topk_weights, int num_tokens, bool use_logfmt, Address signals, uint32_t expected,
              int num_per_expert, int rows_per_signal, int num_sms, uintptr_t stream) {
             const ExpertSignals experts{pointer<uint32_t>(signals), expected, num_per_expert, rows_per_signal};
             self.return_signalled_rows(plan, buffer_idx, rows_home(rows, results, topk_weights, num_tokens, use_logfmt),
@@ -212,9 +247,8 @@ void add_low_latency(py::module_& module) {
           py::arg("num_per_expert"), py::arg("rows_per_signal"), py::arg("num_sms"), py::arg("stream"))
       .def(
           "sum_rows",
-          [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, uintptr_t results, uintptr_t topk_idx,
-             uintptr_t topk_weights, uintptr_t out, int num_tokens, bool use_logfmt, uintptr_t wait_stats,
-             uintptr_t stream) {
+          [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, Address results, Address topk_idx,
+             Address topk_weights, Address out, int num_tokens, bool use_logfmt, Address wait_stats, uintptr_t stream) {
             self.sum_rows(plan, buffer_idx, rows_to_sum(results, topk_idx, topk_weights, out, num_tokens, use_logfmt),
                           pointer<int64_t>(wait_stats), stream_of(stream));
           },
@@ -222,9 +256,9 @@ void add_low_latency(py::module_& module) {
           py::arg("out"), py::arg("num_tokens"), py::arg("use_logfmt"), py::arg("wait_stats"), py::arg("stream"))
       .def(
           "combine_rows",
-          [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, uintptr_t rows, uintptr_t results,
-             uintptr_t topk_idx, uintptr_t topk_weights, uintptr_t out, int num_tokens, bool use_logfmt,
-             int min_tokens_to_sum, uintptr_t wait_stats, uintptr_t stream) {
+          [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, Address rows, Address results,
+             Address topk_idx, Address topk_weights, Address out, int num_tokens, bool use_logfmt,
+             int min_tokens_to_sum, Address wait_stats, uintptr_t stream) {
             self.combine_rows(plan, buffer_idx, rows_home(rows, results, topk_weights, num_tokens, use_logfmt),
                               min_tokens_to_sum,
                               rows_to_sum(results, topk_idx, topk_weights, out, num_tokens, use_logfmt),
