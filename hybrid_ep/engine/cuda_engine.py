@@ -8,7 +8,7 @@ A call with a bound never waits for the device. A call without one waits for the
 soon as they are known, while rows are in flight. If a slot of any rank is too small for its rows, no rank sends. Every
 rank reads that from the same counts. All grow their slots and start again.
 
-Combines are in cuda_combine.py, low-latency calls in cuda_low_latency.py.
+Combines are in cuda_combine.py, copies of experts in cuda_experts.py, low-latency calls in cuda_low_latency.py.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from hybrid_ep.engine.calls import (
 from hybrid_ep.engine.cuda_at_once import BoundDispatch, dispatch_at_once
 from hybrid_ep.engine.cuda_combine import combine, combine_permuted
 from hybrid_ep.engine.cuda_compare import compare_calls
+from hybrid_ep.engine.cuda_experts import ExpertCopier
 from hybrid_ep.engine.cuda_faults import as_error, dispatch_number
 from hybrid_ep.engine.cuda_low_latency import CudaLowLatency
 from hybrid_ep.engine.cuda_order import LaunchOrder
@@ -128,9 +129,8 @@ class CudaEngine(Engine):
         self._communicator = _cuda.Communicator(
             rank=grid.rank, control=self._control.addresses, device=self._index, timeout_s=timeout_s
         )
-        self._roll_call = roll_call
         self._arena = Arena(roll_call, self.device, self._communicator, env.POOL_SLOTS.get())
-        self._spare: list[tuple[SymmetricMemory, Tensor]] = []  # memory for spare slots, and its addresses by rank
+        self._experts = ExpertCopier(roll_call, self.device, self._communicator, self._arena)
         self._routes = RouteMemory(self.device)
         self.number = number
         self._order = LaunchOrder(self._index)
@@ -153,8 +153,8 @@ class CudaEngine(Engine):
 
     @property
     def memory_bytes(self) -> int:
-        num_spare_bytes = sum(memory.local.nbytes for memory, _ in self._spare)
-        return self._control.local.nbytes + self._arena.num_bytes + self._low_latency.num_bytes + num_spare_bytes
+        slots = self._arena.num_bytes + self._experts.num_bytes
+        return self._control.local.nbytes + slots + self._low_latency.num_bytes
 
     def dispatch(self, request: DispatchRequest) -> Dispatched:
         at_once = self.repeat_of(request)
@@ -238,42 +238,12 @@ class CudaEngine(Engine):
         return combine_permuted(self, request, handle)
 
     def allocate_spare(self, num_bytes: int, device: torch.device) -> Tensor:
-        if device != self.device:
-            return super().allocate_spare(num_bytes, device)
-        if is_capturing(self._index):
-            raise ConfigError(
-                f"{num_bytes} bytes of spare slots are to be allocated in a capture; allowed: calling once with the "
-                "same sizes before it"
-            )
-        memory = SymmetricMemory.allocate(max(num_bytes, 1), self._roll_call, self.device)
-        addresses = torch.tensor(memory.addresses, dtype=torch.int64, device=self.device)
-        torch.cuda.synchronize(self.device)  # calls may be on any stream
-        self._spare.append((memory, addresses))
-        self._communicator.add_peer_memory(memory.local.data_ptr(), num_bytes, addresses.data_ptr())
-        return memory.local[:num_bytes]
+        return self._experts.allocate(num_bytes) if device == self.device else super().allocate_spare(num_bytes, device)
 
     def copy_experts(self, copies: ExpertCopies) -> bool:
-        spare, experts, mapping, num_sms = copies
-        if mapping.numel() > _cuda.max_replicas:
+        if copies.mapping.numel() > _cuda.max_replicas:
             return False
-        stream, num_slots = self._begin(), mapping.shape[1]
-        tensors = [
-            (ours.data_ptr(), theirs.data_ptr(), num_bytes)
-            for ours, theirs, num_bytes in zip(experts, spare, copies.item_bytes, strict=True)
-        ]
-        launch = functools.partial(
-            self._communicator.copy_experts,
-            tensors=tensors,
-            mapping=mapping.data_ptr(),
-            num_slots=num_slots,
-            num_local=experts[0].shape[0],
-            num_sms=num_sms or 0,
-            stream=stream,
-        )
-        num_bytes = self._communicator.staging_bytes(tensors, num_slots)
-        self._arena.ensure(num_bytes, lambda: self._compare(lambda: launch(only_compares=True)))
-        self._arena.note_use(stream)
-        launch(only_compares=False)
+        self._experts.copy(copies, self._begin(), self._compare)
         self.num_calls += 1
         self._end()
         return True

@@ -13,7 +13,8 @@ import numpy as np
 from hybrid_ep import _C
 from hybrid_ep.core.checks import require
 from hybrid_ep.model.predict import predict, rows_of_record
-from hybrid_ep.model.protocol import Faults, Protocol, Ring, Times, random_batches
+from hybrid_ep.model.protocol import Protocol, random_batches
+from hybrid_ep.model.protocol_inputs import Faults, Ring, Times
 from hybrid_ep.model.question import Question
 from hybrid_ep.model.traffic import expected_rows, traffic_of
 from hybrid_ep.model.warps import (
