@@ -56,6 +56,7 @@ def install(module_path: str) -> None:
         arena,
         cuda_between,
         cuda_engine,
+        cuda_experts,
         cuda_low_latency,
         cuda_low_latency_between,
         cuda_low_latency_faults,
@@ -72,9 +73,9 @@ def install(module_path: str) -> None:
     for module in (arena, cuda_between, cuda_order, cuda_route):
         module.current_raw_stream = lambda _: 0
     of_low_latency = (cuda_low_latency, cuda_low_latency_between, cuda_low_latency_faults, cuda_low_latency_masks)
-    for module in (arena, cuda_between, cuda_engine, *of_low_latency, cuda_order):
+    for module in (arena, cuda_between, cuda_engine, cuda_experts, *of_low_latency, cuda_order):
         module.is_capturing = lambda _: False
-    cuda_engine.torch = cuda_between.torch = _TorchOnCpu("torch on the CPU")
+    cuda_engine.torch = cuda_between.torch = cuda_experts.torch = _TorchOnCpu("torch on the CPU")
     symmetric.SymmetricMemory._map = staticmethod(_map)
 
 
