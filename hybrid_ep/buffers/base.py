@@ -103,6 +103,7 @@ class BaseBuffer:
         self.grid = made.grid
         self.number = made.number  # of the buffer among those of its group, equal at all ranks
         self.lost = made.lost  # ranks that errors of calls have named, also of calls before the end
+        self.lag_s = made.lag_s  # as of the engine
 
     @property
     def timeout_s(self) -> float:

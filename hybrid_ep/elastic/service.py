@@ -63,7 +63,8 @@ def recover(
     """Makes a new group, buffer and placement for the ranks that are left and for those that wait in `join`.
 
     Collective over the survivors. Call it at each of them when a call has raised TransportError, or when the job asks
-    for it. A rank that has not called it within `timeout_s` and two seconds is left out.
+    for it. A rank that has not called it within `timeout_s` and two seconds is left out. On the cuda engine a rank may
+    find the loss a call later, and the others wait for it as much longer.
 
     The old buffer is closed, and NCCL communicators of its group are aborted. Its handles cannot be used any more; its
     results keep their memory. Survivors keep their order, and their experts in their slots. An expert that no survivor
@@ -129,13 +130,15 @@ def recover(
         "load_timeout_s": load_timeout_s,
     }
     ranks, gone = set(range(buffer.group_size)), {*lost, *buffer.lost, *placement.lost_ranks} - {rank}
+    lag_s = buffer.lag_s
     close(buffer)  # its errors are those that made the caller recover
     loaded: dict[tuple[int, int], Any] = {}
     problem = ""
     try:
         for _ in range(buffer.group_size + 1):
             lineage.generation += 1
-            round_ = _meet_survivors(lineage, rank, terms, load_expert is not None, ranks, gone)
+            round_ = _meet_survivors(lineage, rank, terms, load_expert is not None, ranks, gone, lag_s)
+            lag_s = 0.0  # whoever comes to the next one was at this one
             attempt = Attempt(lineage, round_, rank, group)
             made = attempt.run(load_expert, loaded, begin)
             if isinstance(made, Recovered):
@@ -227,9 +230,11 @@ def _newcomers(board: Board) -> dict[int, str]:
 
 
 def _meet_survivors(
-    lineage: Lineage, rank: int, terms: dict[str, Any], can_load: bool, ranks: set[int], gone: set[int]
+    lineage: Lineage, rank: int, terms: dict[str, Any], can_load: bool, ranks: set[int], gone: set[int], lag_s: float
 ) -> Round:
     """Agrees with the other survivors on who is left, and lets in who waits.
+
+    Waits for `lag_s` longer than the terms say.
 
     Raises:
         ConfigError: the ranks want different things.
@@ -244,7 +249,7 @@ def _meet_survivors(
         ranks,
         text,
         # Another survivor may have begun to wait for this one only when this one came here.
-        timeout_s=terms["timeout_s"] + MARGIN_S,
+        timeout_s=terms["timeout_s"] + MARGIN_S + lag_s,
         lost=gone,
         grace_s=_GRACE_S,
     )

@@ -118,6 +118,7 @@ class Engine(abc.ABC):
     number: int
     only_masks_lost: bool = False  # whether a low-latency call masks a lost rank without raising
     is_left_out: bool = False  # whether the others have agreed to go on without this rank
+    lag_s: float = 0.0  # by how much later than this rank another one may find the same loss
     completes_lost_calls: bool = False  # `finish` of a low-latency call that lost a rank can be called again without it
 
     def __init__(self) -> None:

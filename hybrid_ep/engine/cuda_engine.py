@@ -122,7 +122,8 @@ class CudaEngine(Engine):
         self.transport = "none" if grid.num_ranks == 1 else "NVLink"
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._index: int = torch.cuda.current_device()
-        self._torch = TorchEngine(group, grid, timeout_s, number, lag_s=CudaLowLatency.lag_s(timeout_s))
+        self.lag_s = CudaLowLatency.lag_s(timeout_s)
+        self._torch = TorchEngine(group, grid, timeout_s, number, lag_s=self.lag_s)
         self.traffic = self._torch.traffic
         roll_call = RollCall(group, grid.rank, timeout_s, number)
         self._control = SymmetricMemory.allocate(_cuda.control_bytes, roll_call, self.device)

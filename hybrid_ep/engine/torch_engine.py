@@ -99,6 +99,7 @@ class TorchEngine(Engine):
         self.transport = "none" if group is None else "gloo" if uses_gloo(group) else dist.get_backend(group)
         self.device = None
         self.number = number
+        self.lag_s = lag_s
         self._exchange = Exchange(group, grid, timeout_s, number, lag_s)
         self.traffic = self._exchange.traffic
         self._low_latency = TorchLowLatency(self._exchange, timeout_s)

@@ -327,17 +327,19 @@ def test_another_is_lost_while_they_connect(cluster: VirtualCluster, sent: signa
             os.kill(cluster.process_id(2), signal.SIGKILL)
 
 
-def _recover_late() -> tuple[int, ...]:
+def _recover_late(lag_s: float) -> tuple[int, ...]:
     """Rank 1 notices the loss by the timeout of a call that it begins when the others already recover."""
     job = _lose(3)
+    job.buffer.lag_s = lag_s
     if job.buffer.rank == 1:
-        time.sleep(TIMEOUT_S + 1)
+        time.sleep(TIMEOUT_S + 1 + lag_s)
     job.take(recover(job.buffer, job.placement, _load_all))
     return job.ranks
 
 
-def test_a_survivor_that_notices_at_its_timeout_is_awaited(cluster: VirtualCluster) -> None:
-    cluster.start(_recover_late)
+@pytest.mark.parametrize("lag_s", [0.0, 2.5])
+def test_a_survivor_that_notices_at_its_timeout_is_awaited(cluster: VirtualCluster, lag_s: float) -> None:
+    cluster.start(_recover_late, lag_s)
     assert cluster.collect([0, 1, 2], limit_s=60) == [(0, 1, 2)] * 3
 
 
