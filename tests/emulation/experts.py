@@ -235,7 +235,7 @@ def check_copies_that_grow_memory() -> None:
         round_trip(buffer, draw(0, tokens=20, hidden=128), "in memory that has grown")
 
 
-def check_missing_rank(has_expert: bool) -> None:
+def check_missing_rank(has_expert: bool, has_plan: bool) -> None:
     """A rank that does not come is named in time: by who would get its expert, and by who would send it one."""
     rank, num_ranks, timeout_s = dist.get_rank(), dist.get_world_size(), 2.0
     lost = num_ranks - 1
@@ -243,11 +243,16 @@ def check_missing_rank(has_expert: bool) -> None:
     if has_expert:
         mapping[0] = lost
     with hybrid_ep.Buffer(num_ranks_per_domain=num_ranks, timeout_s=timeout_s) as buffer:
+        spare = torch.zeros(1, 20000)
+        if has_plan:
+            plan = hybrid_ep.BufferAllocator()
+            spare = plan.allocate(spare.shape, spare.dtype)
+            plan.materialize(buffer)
         dist.barrier()
         if rank != lost:
             begin = time.monotonic()
             with pytest.raises(hybrid_ep.TimeoutError, match="copy of experts") as told:
-                _call(buffer, lambda: buffer.lb_prefetch_weights(torch.zeros(1, 20000), torch.ones(1, 20000), mapping))
+                _call(buffer, lambda: buffer.lb_prefetch_weights(spare, torch.ones(1, 20000), mapping))
             assert told.value.peer == lost
             assert time.monotonic() - begin < timeout_s + 3.0
         dist.barrier()

@@ -18,7 +18,6 @@ from tests.emulation.late_epochs import set_combines
 from tests.multi_gpu.behaviour import draw, round_trip
 
 __all__ = [
-    "check_missing_rank",
     "check_other_plans",
     "check_pushes",
     "check_pushes_in_turn",
@@ -153,25 +152,6 @@ def check_ranks_that_disagree() -> None:
             assert not first.any(), "something was written"
             dist.barrier()
             round_trip(buffer, draw(0, tokens=20, hidden=128), f"behind a call with {what}")
-
-
-def check_missing_rank(has_expert: bool) -> None:
-    """A rank that does not come is named in time: by who would get its expert, and by who would send it one."""
-    rank, num_ranks, timeout_s = dist.get_rank(), dist.get_world_size(), 2.0
-    lost = num_ranks - 1
-    mapping = torch.zeros(num_ranks, 1, dtype=torch.int64)
-    if has_expert:
-        mapping[0] = lost
-    with _buffer(timeout_s) as buffer:
-        (spare,) = _spare(buffer, (40000,), 1)
-        dist.barrier()
-        if rank != lost:
-            begin = time.monotonic()
-            with pytest.raises(hybrid_ep.TimeoutError, match="copy of experts") as told:
-                _push_and_look(buffer, spare, torch.ones_like(spare), mapping)
-            assert told.value.peer == lost
-            assert time.monotonic() - begin < timeout_s + 3.0
-        dist.barrier()
 
 
 def check_other_plans() -> None:

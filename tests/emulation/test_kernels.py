@@ -415,14 +415,10 @@ def test_experts_that_are_pushed(run_emulated: RunEmulated, num_ranks: int, chec
     run_emulated(num_ranks, f"emulation.pushed_experts.{check}")
 
 
+@pytest.mark.parametrize("has_plan", [False, True])
 @pytest.mark.parametrize("has_expert", [False, True])
-def test_a_rank_that_does_not_come_to_push_experts(run_emulated: RunEmulated, has_expert: bool) -> None:
-    run_emulated(3, "emulation.pushed_experts.check_missing_rank", has_expert)
-
-
-@pytest.mark.parametrize("has_expert", [False, True])
-def test_a_rank_that_does_not_come_to_copy_experts(run_emulated: RunEmulated, has_expert: bool) -> None:
-    run_emulated(3, "emulation.experts.check_missing_rank", has_expert)
+def test_a_rank_that_does_not_come_to_copy_experts(run_emulated: RunEmulated, has_expert: bool, has_plan: bool) -> None:
+    run_emulated(3, "emulation.experts.check_missing_rank", has_expert, has_plan)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
