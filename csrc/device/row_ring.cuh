@@ -80,6 +80,14 @@ class RowRing {
     }
   }
 
+  // Waits for rows that are fetched and not wanted: shared memory has to outlive their loads.
+  __device__ void drop(int num_rows) {
+    for (; num_rows > 0; --num_rows) {
+      wait();
+      release();
+    }
+  }
+
  private:
   __device__ ptx::SharedAddress barrier_of(int stage) const {
     return barriers_ + stage * static_cast<int>(sizeof(uint64_t));

@@ -66,12 +66,7 @@ class RowSender {
   }
 
   // Takes the place of send() where nothing is sent: waits until no load into shared memory is in flight.
-  __device__ void drop() {
-    for (; num_ahead_ > 0; --num_ahead_) {
-      ring_.wait();
-      ring_.release();
-    }
-  }
+  __device__ void drop() { ring_.drop(num_ahead_); }
 
  private:
   __device__ void fetch(int index) {

@@ -118,8 +118,8 @@ class CudaLowLatency(LowLatencyMasks):
             raise
         if plan is not self._last_plan:
             self._provide_region(plan, request)
-        data, topk_idx, _, _, _, global_scale, wait_stats, _ = request
-        return self.repeat_of(request)(data, topk_idx, global_scale, wait_stats)
+        tensors = request.data, request.topk_idx, request.global_scale, request.wait_stats
+        return self._dispatch(plan, request.return_recv_hook, *tensors)
 
     def repeat_of(self, request: LowLatencyDispatchRequest) -> RepeatedLowLatencyDispatch:
         """As `Engine.repeat_of_low_latency`."""

@@ -67,13 +67,8 @@ class ChunkPusher {
     ptx::bulk_wait_written<0>();
   }
 
-  // Takes the place of push() where nothing is sent: waits until no load into shared memory is in flight.
-  __device__ void drop() {
-    for (; num_ahead_ > 0; --num_ahead_) {
-      ring_.wait();
-      ring_.release();
-    }
-  }
+  // Takes the place of push() where nothing is sent.
+  __device__ void drop() { ring_.drop(num_ahead_); }
 
  private:
   // Claims a chunk and begins to load it, unless there are no more.
