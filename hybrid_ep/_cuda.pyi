@@ -38,6 +38,8 @@ max_topk: int
 max_row_bytes: int
 row_align_bytes: int
 
+_Address = Tensor | int | None  # of a tensor, an address itself, or none
+
 class DispatchShape:
     def __init__(self, shape: PlannedShape, rank: int, num_ranks: int) -> None: ...
     @property
@@ -165,6 +167,8 @@ class Communicator:
         self, counts_epoch: int, stream: int, counts: int, num_counts: int
     ) -> tuple[bool, int, int, int, int, int, int, int, int, int] | None: ...
     def take_fault(self) -> Fault | None: ...
+    @property
+    def has_fault(self) -> bool: ...
 
 rank_elsewhere: int
 max_domains: int
@@ -226,7 +230,6 @@ class SlotPool:
         device: int,
         memory: object,
         current_stream: Callable[[int], int],
-        from_dlpack: Callable[[Any], Tensor],
     ) -> None: ...
     def take(self, stream: int) -> tuple[int, bool]: ...
     def note_use(self, stream: int) -> None: ...
@@ -235,11 +238,12 @@ class SlotPool:
         self,
         communicator: Communicator,
         plan: DispatchPlan,
+        slot_bytes: int,
         num_rows: int,
-        rows: int,
-        topk_idx: int,
-        topk_weights: int,
-        scales: int,
+        rows: _Address,
+        scales: _Address,
+        topk_idx: _Address,
+        topk_weights: _Address,
         memory: Tensor,
         route: int,
         handle: int,
@@ -434,12 +438,8 @@ class LowLatencyPlan:
     def refusal_of_combine(self) -> tuple[int, int]: ...
     def compared(self) -> LowLatencyPlan: ...
     def peer_chunk_bytes(self, group_size: int) -> tuple[int, int]: ...
-    def counts(self, memory: Tensor, address: int, device: int, from_dlpack: Callable[[Any], Tensor]) -> Tensor: ...
-    def tables(
-        self, memory: Tensor, address: int, device: int, from_dlpack: Callable[[Any], Tensor]
-    ) -> tuple[Tensor, Tensor]: ...
-
-_Address = Tensor | int | None  # of a tensor, an address itself, or none
+    def counts(self, memory: Tensor, address: int, device: int) -> Tensor: ...
+    def tables(self, memory: Tensor, address: int, device: int) -> tuple[Tensor, Tensor]: ...
 
 class LowLatencyRegion:
     def __init__(
@@ -543,6 +543,56 @@ class LowLatencyRegion:
         wait_stats: _Address,
         stream: int,
     ) -> None: ...
+
+class LowLatencyBuffers:
+    def __init__(self) -> None: ...
+    @property
+    def next_idx(self) -> int: ...
+    @property
+    def in_flight(self) -> list[bool]: ...
+    @property
+    def are_in_flight(self) -> bool: ...
+    def note_sent(self) -> None: ...
+    def note_received(self, idx: int) -> None: ...
+    def note_done(self) -> None: ...
+
+class RepeatedLowLatencyCalls:
+    def __init__(self, communicator: Communicator, order: object, current_stream: Callable[[int], int]) -> None: ...
+    def open(
+        self, region: LowLatencyRegion, dispatches: LowLatencyBuffers, combines: LowLatencyBuffers, counter: int
+    ) -> None: ...
+    def close(self) -> None: ...
+    @property
+    def is_open(self) -> bool: ...
+    def combine(
+        self,
+        plan: LowLatencyPlan,
+        rows: _Address,
+        results: _Address,
+        topk_idx: _Address,
+        topk_weights: _Address,
+        out: _Address,
+        num_tokens: int,
+        use_logfmt: bool,
+        min_tokens_to_sum: int,
+        wait_stats: _Address,
+        stream: int,
+    ) -> bool | None: ...
+
+class RepeatedLowLatencyDispatch:
+    def __init__(
+        self,
+        calls: RepeatedLowLatencyCalls,
+        plan: LowLatencyPlan,
+        num_tokens: int,
+        num_ints: int,
+        make_rows: Callable[[], Tensor],
+        make_scales: Callable[[], Tensor] | None,
+        take: Callable[..., tuple[object, int]],
+    ) -> None: ...
+    def __call__(
+        self, rows: _Address, topk_idx: _Address, global_scale: _Address, wait_stats: _Address
+    ) -> tuple[Tensor, Tensor | None, Tensor, Any, int, int, bool] | None: ...
 
 class LowLatencyBetweenRegion(LowLatencyRegion):
     def __init__(

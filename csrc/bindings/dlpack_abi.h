@@ -1,4 +1,5 @@
-// The parts of DLPack's C ABI that are used here. Capsules "dltensor" are of version 0.x, the exchange API is of 1.3.
+// The parts of DLPack's C ABI that are used here. Capsules "dltensor" hold a ManagedTensor, of version 0.x. The
+// exchange API is of version 1.3, and has a ManagedTensorVersioned.
 #pragma once
 
 #include <cstdint>
@@ -29,15 +30,27 @@ struct ManagedTensor {
   void (*deleter)(ManagedTensor* self);
 };
 
+constexpr uint32_t kMajorVersion = 1, kMinorVersion = 3;
+struct Version {
+  uint32_t major, minor;
+};
+struct ManagedTensorVersioned {
+  Version version;
+  void* context;
+  void (*deleter)(ManagedTensorVersioned* self);
+  uint64_t flags;
+  Tensor tensor;
+};
+
 // What a tensor type offers as `__dlpack_c_exchange_api__`, a capsule.
 constexpr const char* kExchangeCapsule = "dlpack_exchange_api";
-constexpr uint32_t kExchangeMajorVersion = 1;
 struct ExchangeApi {
-  uint32_t major_version, minor_version;
+  Version version;
   ExchangeApi* previous;
   void* allocate;
   void* managed_tensor_of;
-  void* object_of;
+  // Makes a tensor, which owns `managed` in any case. Returns 0, or −1 with a Python error.
+  int (*object_of)(ManagedTensorVersioned* managed, void** object);
   // Describes a tensor without owning it. Returns 0, or −1 with a Python error; nullptr: it cannot be asked.
   int (*describe)(void* object, Tensor* tensor);
   void* current_stream;

@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "bindings/bindings.h"
-#include "bindings/dlpack_abi.h"
+#include "bindings/exchange_api.h"
 
 namespace hybrid_ep::bindings {
 namespace {
@@ -67,12 +67,8 @@ class Reader {
  public:
   explicit Reader(const py::module_& torch)
       : tensor_type_(torch.attr("Tensor")), is_grad_enabled_(torch.attr("is_grad_enabled")) {
-    if (!py::hasattr(tensor_type_, "__dlpack_c_exchange_api__")) return;  // torch before 2.10
-    const py::object capsule = tensor_type_.attr("__dlpack_c_exchange_api__");
-    if (!PyCapsule_IsValid(capsule.ptr(), dlpack::kExchangeCapsule)) return;
-    const auto* api =
-        static_cast<const dlpack::ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), dlpack::kExchangeCapsule));
-    if (api->major_version == dlpack::kExchangeMajorVersion) describe_ = api->describe;
+    const dlpack::ExchangeApi* api = find_exchange_api();
+    if (api != nullptr) describe_ = api->describe;
   }
 
   // Adds the traits of a tensor, None, a bool or an int of 64 bits. Returns false, without a Python error, for anything

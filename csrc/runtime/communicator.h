@@ -102,12 +102,11 @@ class Communicator {
   // The most bytes of a kernel's stores on the wire at once; 0: no limit.
   int most_bytes_on_wire() const;
 
-  // The first fault since the last call of this function, if any. Does not synchronise.
+  // The first fault since the last call of this function, if any. Does not synchronise, as the next function.
   std::optional<Fault> take_fault();
-
- private:
   bool has_fault() const;
 
+ private:
   struct PeerMemory {
     uint8_t* begin;
     int64_t num_bytes;

@@ -315,17 +315,16 @@ class LowLatencyCalls(LowLatencyArguments):
             sizes = handle.num_max_tokens_per_rank, handle.hidden, handle.num_experts
             flags = use_logfmt, zero_copy, overlap, async_finish, return_recv_hook
             given = traits(x, topk_idx, topk_weights, out, waits, *sizes, *flags)
-            is_plain = self._passed.get(given)
-            if is_plain is None:
+            repeat = self._passed.get(given)
+            if given not in self._passed:
                 require_bools(("use_logfmt", "overlap"), (use_logfmt, overlap))
                 if use_logfmt and handle.hidden % CHANNELS_PER_HEADER:
                     require(False, "hidden", handle.hidden, f"with use_logfmt: multiples of {CHANNELS_PER_HEADER}")
                 self._check_combined(x, topk_idx, topk_weights, handle, out)
                 self._check_stats(waits, "combine_wait_recv_cost_stats", torch.int64, self.group_size, topk_idx.device)
                 self._check_return(async_finish, return_recv_hook)
-                is_plain = not (overlap or async_finish) and all(t.is_contiguous() for t in (x, topk_idx, topk_weights))
                 if topk_idx.is_cuda:
-                    self._passed.add(given, is_plain)  # no value has been looked at
+                    self._passed.add(given)  # no value has been looked at
             signals = None
             if overlap:
                 require_tensor("x", x, dtypes=(torch.bfloat16,), shape=(None, None, None), contiguous=True)
@@ -341,9 +340,8 @@ class LowLatencyCalls(LowLatencyArguments):
             num_tokens, hidden = topk_idx.shape[0], handle.hidden
             out = torch.empty_strided((num_tokens, hidden), (hidden, 1), dtype=torch.bfloat16, device=x.device)
 
-        if is_plain:
-            plain = LowLatencyCombineRequest(x, topk_idx, topk_weights, out, use_logfmt, waits, None, return_recv_hook)
-            finish = engine.low_latency_combine(plain, handle)
+        if repeat is not None:
+            finish = repeat(x, topk_idx, topk_weights, out, waits, handle)
             hook = None if finish is None else self._receive_or_return(engine, finish, return_recv_hook)
             return out, EventOverlap(), hook
         with self._comm_stream.scope(None, async_finish):
@@ -360,7 +358,12 @@ class LowLatencyCalls(LowLatencyArguments):
             finish = engine.low_latency_combine(request, handle)
             hook = None if finish is None else self._receive_or_return(engine, finish, return_recv_hook)
         tensors = (x, topk_idx, topk_weights, handle.memory, out, waits, signals and signals.raised)
-        return out, self._comm_stream.finish(None, async_finish, tensors), hook
+        event = self._comm_stream.finish(None, async_finish, tensors)
+        is_packed = request.data is x and request.topk_idx is topk_idx and request.topk_weights is topk_weights
+        is_plain = is_packed and not (overlap or async_finish)
+        if is_plain and given in self._passed:
+            self._passed[given] = engine.repeat_of_low_latency_combine(request)
+        return out, event, hook
 
     @plain_tensors
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:

@@ -22,7 +22,7 @@ from hybrid_ep.buffers.collective import collective
 from hybrid_ep.buffers.load_balance import LoadBalanceCalls
 from hybrid_ep.buffers.local_memory import LocalMemory
 from hybrid_ep.buffers.low_latency import LowLatencyCalls
-from hybrid_ep.buffers.normal_arguments import NormalArguments, Tokens, as_given, parts_of
+from hybrid_ep.buffers.normal_arguments import NormalArguments, Tokens, as_given, check_sizes, parts_of
 from hybrid_ep.core.calls import plain_tensors
 from hybrid_ep.core.checks import MAX_BYTES, Passed, packed, require, require_bool, require_int
 from hybrid_ep.core.config import Config
@@ -404,9 +404,8 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
         engine = self.engine
         sent = parts_of(x)
         num_sms = _num_sms(config)
-        require_int("expert_alignment", expert_alignment, minimum=1)
-        require_int("num_worst_tokens", num_worst_tokens, minimum=0)
         if handle is not None:
+            check_sizes(expert_alignment, num_worst_tokens)
             require(
                 topk_idx is None and topk_weights is None, "topk_idx or topk_weights", "given", "None with a handle"
             )
@@ -426,7 +425,8 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
         layout = is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert
         with self._comm_stream.scope(previous_event, async_finish):
             # Here, because it may copy scales, and make indices.
-            result = self._dispatch(sent, topk_idx, topk_weights, layout, num_worst_tokens or None, num_sms)
+            sizes = expert_alignment, num_worst_tokens
+            result = self._dispatch(sent, topk_idx, topk_weights, layout, sizes, num_sms)
             counts = result.num_tokens_per_expert
             if topk_idx is None and num_worst_tokens == 0:
                 assert num_tokens_per_expert is not None

@@ -17,12 +17,12 @@ from hybrid_ep.buffers.base import (
     check_rows,
     check_weights,
 )
-from hybrid_ep.core.checks import Passed, packed, require, require_tensor, traits
+from hybrid_ep.core.checks import Passed, packed, require, require_int, require_tensor, traits
 from hybrid_ep.core.layout import compute_layout
 from hybrid_ep.engine.calls import Dispatched, DispatchHandle, DispatchRequest, Routing, Rows
 from hybrid_ep.errors import ConfigError
 
-__all__ = ["NormalArguments", "Parts", "Tokens", "as_given", "parts_of"]
+__all__ = ["NormalArguments", "Parts", "Tokens", "as_given", "check_sizes", "parts_of"]
 
 Tokens = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
@@ -56,17 +56,19 @@ class NormalArguments(BaseBuffer):
         topk_idx: Tensor | None,
         topk_weights: Tensor | None,
         layout: tuple[Tensor | None, Tensor | None, Tensor | None],
-        bound: int | None,
+        sizes: tuple[int, int],
         num_sms: int | None,
     ) -> Dispatched:
-        """Checks rows and routing, and dispatches.
+        """Checks rows, routing, expert alignment and bound (0: none), and dispatches.
 
         Checks are skipped if arguments with the same traits have passed before. The engine repeats such a call.
         """
-        given = traits(*sent, topk_idx, topk_weights, *layout), bound, num_sms
+        given = traits(*sent, topk_idx, topk_weights, *layout, *sizes), num_sms
         repeat = self._passed.get(given)
         if repeat is not None:
             return repeat(sent.data, sent.scales, topk_idx, topk_weights)  # type: ignore[no-any-return]
+        check_sizes(*sizes)
+        bound = sizes[1] or None
         rows, routing = self._rows_and_routing(given, sent, topk_idx, topk_weights, *layout)
         request = DispatchRequest(rows, routing, bound, num_sms)
         result = self.engine.dispatch(request)
@@ -176,6 +178,11 @@ class NormalArguments(BaseBuffer):
             sent = (up_to[self.rank] - up_to[self.rank - 1] if self.rank else up_to[0]).tolist()
             given = num_tokens_per_rank.tolist()
             require(given == sent, "num_tokens_per_rank", given, f"{sent}, as with this handle")
+
+
+def check_sizes(expert_alignment: int, num_worst_tokens: int) -> None:
+    require_int("expert_alignment", expert_alignment, minimum=1)
+    require_int("num_worst_tokens", num_worst_tokens, minimum=0)
 
 
 def parts_of(x: Tokens) -> Parts:

@@ -256,6 +256,5 @@ class Arena:
             device=self._device.index,
             memory=self._memory,
             current_stream=current_raw_stream,
-            from_dlpack=torch._C._from_dlpack,
         )
         self._communicator.set_arena(self._memory.addresses, self._slot_bytes, self._number)

@@ -46,6 +46,7 @@ from hybrid_ep.engine.calls import (
     Permuted,
     PermuteHandle,
     RepeatedDispatch,
+    RepeatedLowLatencyCombine,
     RepeatedLowLatencyDispatch,
     Routing,
     Rows,
@@ -306,6 +307,13 @@ class Engine(abc.ABC):
         Returns a function that waits for the rows, as `LowLatencyDispatched.finish`; `out` is complete once it has run.
         Rows of masked ranks count as zero.
         """
+
+    def repeat_of_low_latency_combine(self, request: LowLatencyCombineRequest) -> RepeatedLowLatencyCombine | None:
+        """Local: `repeat_of` for a low-latency combine without signals.
+
+        Takes rows, top-k indices, weights, the tensor to write to, wait statistics, and the handle.
+        """
+        return None
 
     @abc.abstractmethod
     def refuse(self, call: str, error: ConfigError) -> None:

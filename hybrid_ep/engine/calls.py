@@ -35,6 +35,7 @@ __all__ = [
     "PermuteHandle",
     "Permuted",
     "RepeatedDispatch",
+    "RepeatedLowLatencyCombine",
     "RepeatedLowLatencyDispatch",
     "ReplicaMapping",
     "Routing",
@@ -469,3 +470,7 @@ class LowLatencyDispatched(NamedTuple):
 
 # See Engine.repeat_of_low_latency.
 RepeatedLowLatencyDispatch = Callable[[Tensor, Tensor, "Tensor | None", "Tensor | None"], LowLatencyDispatched]
+# See Engine.repeat_of_low_latency_combine.
+RepeatedLowLatencyCombine = Callable[
+    [Tensor, Tensor, Tensor, Tensor, "Tensor | None", LowLatencyHandle], "Callable[[], None] | None"
+]

@@ -11,14 +11,12 @@ from hybrid_ep.engine.agreement import ABSENT
 from hybrid_ep.engine.calls import Dispatched, DispatchHandle, DispatchRequest, Routing, Rows
 from hybrid_ep.engine.cuda_faults import dispatch_number
 from hybrid_ep.engine.cuda_plan import DispatchPlan
-from hybrid_ep.engine.cuda_route import Chunk, Route, address
+from hybrid_ep.engine.cuda_route import Chunk, Route
 
 if TYPE_CHECKING:
     from hybrid_ep.engine.cuda_engine import CudaEngine
 
 __all__ = ["BoundDispatch", "dispatch_at_once"]
-
-_ROW_ALIGN_BYTES = _cuda.row_align_bytes
 
 # The fields of DispatchOutput.
 Made = tuple[
@@ -49,18 +47,15 @@ def dispatch_at_once(
         handle: number of the dispatch that made the route; ABSENT where this one does.
         stream: what `CudaEngine._begin` has returned.
     """
-    data, scales, topk_idx, topk_weights = tensors
-    arena, rows_at, scales_at = engine._arena, data.data_ptr(), address(scales)
-    if (rows_at | scales_at) % _ROW_ALIGN_BYTES or arena.slot_bytes < planned.slot_bytes or arena.is_short:
+    arena = engine._arena
+    if arena.is_short:
         return None
     return arena.pool.dispatch(
         engine._communicator,
         planned.native,
+        planned.slot_bytes,
         num_rows,
-        rows_at,
-        address(topk_idx),
-        address(topk_weights),
-        scales_at,
+        *tensors,
         chunk.memory,
         route,
         handle,

@@ -43,6 +43,7 @@ from hybrid_ep.engine.calls import (
     Permuted,
     PermuteHandle,
     RepeatedDispatch,
+    RepeatedLowLatencyCombine,
     RepeatedLowLatencyDispatch,
     Routing,
     Rows,
@@ -276,6 +277,9 @@ class CudaEngine(Engine):
 
     def repeat_of_low_latency(self, request: LowLatencyDispatchRequest) -> RepeatedLowLatencyDispatch | None:
         return self._low_latency.repeat_of(request)
+
+    def repeat_of_low_latency_combine(self, request: LowLatencyCombineRequest) -> RepeatedLowLatencyCombine | None:
+        return self._low_latency.repeat_of_combine(request)
 
     def low_latency_combine(
         self, request: LowLatencyCombineRequest, handle: LowLatencyHandle

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,12 +18,13 @@ from hybrid_ep import _cuda
 from hybrid_ep.core.board import Board
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.quantize import RowFormat
-from hybrid_ep.core.streams import is_capturing
+from hybrid_ep.core.streams import current_raw_stream, is_capturing
 from hybrid_ep.engine.calls import (
     LowLatencyCombineRequest,
     LowLatencyDispatched,
     LowLatencyDispatchRequest,
     LowLatencyHandle,
+    RepeatedLowLatencyCombine,
     RepeatedLowLatencyDispatch,
     state_of,
 )
@@ -33,9 +33,10 @@ from hybrid_ep.engine.cuda_faults import low_latency_counter
 from hybrid_ep.engine.cuda_low_latency_empty import launch_refused_combine, launch_without_tokens
 from hybrid_ep.engine.cuda_low_latency_masks import LowLatencyMasks
 from hybrid_ep.engine.cuda_low_latency_region import Buffers, Region, set_last_call
+from hybrid_ep.engine.cuda_low_latency_repeated import LowLatencyState, RepeatedCombine, RepeatedDispatch
 from hybrid_ep.engine.cuda_order import LaunchOrder
 from hybrid_ep.engine.cuda_plan import LowLatencyPlan, plan_low_latency
-from hybrid_ep.engine.cuda_route import Chunk, RouteMemory, aligned
+from hybrid_ep.engine.cuda_route import RouteMemory, aligned
 from hybrid_ep.engine.losses import Losses
 from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.engine.symmetric import SymmetricMemory
@@ -43,34 +44,9 @@ from hybrid_ep.errors import ClosedError, ConfigError, HybridEPError, TransportE
 
 __all__ = ["CudaLowLatency"]
 
-_from_dlpack: Callable[[object], Tensor] = torch._C._from_dlpack
 _DEFAULT_STREAM = 0  # CUDA does not capture it
 _CALL_BITS = 28  # of the numbers of calls between two cleanings
 _MAX_GENERATIONS = 1 << 32 - _CALL_BITS
-
-
-@dataclass(slots=True)
-class _State:
-    """Kept in a LowLatencyHandle.
-
-    Attributes:
-        plan: of the dispatch.
-        num_tokens: T.
-        chunk: the memory that its results beside the rows are a piece of.
-        results: address of the piece.
-        is_received: whether its `finish` has run.
-    """
-
-    plan: LowLatencyPlan
-    num_tokens: int
-    chunk: Chunk
-    results: int
-    is_received: bool = False
-
-    def tables(self) -> tuple[Tensor, Tensor]:
-        """`src_info` and `layout_range` of the handle."""
-        memory = self.chunk.memory
-        return self.plan.native.tables(memory, self.results, memory.device.index, _from_dlpack)
 
 
 class CudaLowLatency(LowLatencyMasks):
@@ -101,10 +77,11 @@ class CudaLowLatency(LowLatencyMasks):
         super().__init__(grid, device, communicator, order, losses, board, error_of, timeout_s)
         self._roll_call = roll_call
         self._everyone = roll_call if everyone is None else everyone
+        self._results = RouteMemory(device)  # what dispatches return beside their rows
+        self._repeated = _cuda.RepeatedLowLatencyCalls(communicator, order, current_raw_stream)
         self._num_cleanings = 0
         self._number, self._num_regions = number, 0  # that have been made
         self._count_calls_anew()
-        self._results = RouteMemory(device)
         self._last_plan: LowLatencyPlan | None = None  # which the region in use covers
 
     def dispatch(self, request: LowLatencyDispatchRequest) -> LowLatencyDispatched:
@@ -119,14 +96,20 @@ class CudaLowLatency(LowLatencyMasks):
         if plan is not self._last_plan:
             self._provide_region(plan, request)
         tensors = request.data, request.topk_idx, request.global_scale, request.wait_stats
-        return self._dispatch(plan, request.return_recv_hook, *tensors)
+        return self.dispatch_in_steps(plan, request.return_recv_hook, *tensors)
 
     def repeat_of(self, request: LowLatencyDispatchRequest) -> RepeatedLowLatencyDispatch:
         """As `Engine.repeat_of_low_latency`."""
-        # No tensors are kept: this may outlive them.
-        return functools.partial(self._dispatch, self._plan_for(request), request.return_recv_hook)
+        plan = self._plan_for(request)
+        if self.takes_masks or request.return_recv_hook:  # No tensors are kept: this may outlive them.
+            return functools.partial(self.dispatch_in_steps, plan, request.return_recv_hook)
+        return RepeatedDispatch(self, request, plan)
 
-    def _dispatch(
+    def repeat_of_combine(self, request: LowLatencyCombineRequest) -> RepeatedLowLatencyCombine:
+        """As `Engine.repeat_of_low_latency_combine`."""
+        return RepeatedCombine(self, request, is_at_once=not (self.takes_masks or request.return_recv_hook))
+
+    def dispatch_in_steps(
         self,
         plan: LowLatencyPlan,
         return_recv_hook: bool,
@@ -144,9 +127,9 @@ class CudaLowLatency(LowLatencyMasks):
         stream = self._begin()
         is_captured = stream != _DEFAULT_STREAM and region.is_capturing(stream)
         chunk, results = self._results.take(plan.num_ints, stream, alone=is_captured)
-        state = _State(plan, num_tokens, chunk, results)
+        state = LowLatencyState(plan, num_tokens, chunk, results, stream)
         handle = LowLatencyHandle(state.tables, *plan.sizes, self._grid, chunk.memory, state)
-        counts = native.counts(chunk.memory, results, self._index, _from_dlpack)
+        counts = native.counts(chunk.memory, results, self._index)
         sent = native, idx, data, topk_idx, num_tokens, global_scale, self._counter
         # The combine reports an overflow to all ranks, which would wait for this rank's. So it is held.
         if not return_recv_hook:
@@ -159,7 +142,7 @@ class CudaLowLatency(LowLatencyMasks):
         receive = functools.partial(region.receive_tokens, native, idx, *rows, wait_stats, results)
         return LowLatencyDispatched(rows, counts, handle, self._hook_of_dispatch(receive, idx, state))
 
-    def _hook_of_dispatch(self, receive: Callable[[int], None], idx: int, state: _State) -> Callable[[], None]:
+    def _hook_of_dispatch(self, receive: Callable[[int], None], idx: int, state: LowLatencyState) -> Callable[[], None]:
         """`receive` holds the tensors that its launch on a stream uses."""
         buffers = self._dispatches
 
@@ -180,7 +163,7 @@ class CudaLowLatency(LowLatencyMasks):
             self._look_for_loss()
         data, topk_idx, topk_weights, out, use_logfmt, wait_stats, signals, return_recv_hook = request
         try:
-            state = state_of(handle, _State)
+            state = state_of(handle, LowLatencyState)
             self._check_combine(request, state)
         except ConfigError as error:
             self.refuse("low_latency_combine", error)
@@ -214,7 +197,7 @@ class CudaLowLatency(LowLatencyMasks):
         self,
         receive: Callable[[int], None],
         idx: int,
-        state: _State,
+        state: LowLatencyState,
         out: Tensor,
         target: Tensor,
         stream: int | None,
@@ -240,7 +223,9 @@ class CudaLowLatency(LowLatencyMasks):
         self._order.end()
         if self._fault is None:
             self._fault = self._communicator.take_fault()
-        if self._fault is None and self._held is None and self._overflow is None:
+        if self.is_quiet:
+            if not (self.takes_masks or self._has_stale_masks or self._repeated.is_open):
+                self._repeated.open(self._regions[-1].native, self._dispatches, self._combines, self._counter)
             return None
         return functools.partial(self.raise_fault, holds_overflow=holds_overflow)
 
@@ -276,7 +261,7 @@ class CudaLowLatency(LowLatencyMasks):
 
     def has_made(self, handle: LowLatencyHandle) -> bool:
         """Whether a dispatch of this class has returned the handle."""
-        return isinstance(handle.state, _State)
+        return isinstance(handle.state, LowLatencyState)
 
     def reset(self, number: int) -> None:
         """Forgets all calls, so that ranks which have made different ones can begin together; no call is running.
@@ -310,6 +295,10 @@ class CudaLowLatency(LowLatencyMasks):
         if error is not None:
             raise error
 
+    def _take_fault(self) -> _cuda.Fault | None:
+        self._repeated.close()
+        return super()._take_fault()
+
     def _forget_calls(self) -> None:
         self._count_calls_anew()
         self.lately_masked = set(self.masked)
@@ -336,6 +325,7 @@ class CudaLowLatency(LowLatencyMasks):
     def close(self) -> None:
         """Lets go of the engine, whose memory is thereby freed at once; a hook called later raises ClosedError."""
         self.refusal = ClosedError("the hook of a low-latency call was called after its buffer was closed")
+        self._repeated.close()
         self._regions.clear()
         self._last_plan = None
 
@@ -352,7 +342,7 @@ class CudaLowLatency(LowLatencyMasks):
             self.upload_masks()
         return self._order.begin(is_low_latency=True)
 
-    def _check_combine(self, request: LowLatencyCombineRequest, state: _State) -> None:
+    def _check_combine(self, request: LowLatencyCombineRequest, state: LowLatencyState) -> None:
         """Raises ConfigError where a combine does not fit the dispatch of its handle, or this buffer."""
         plan, shape = state.plan, request.topk_idx.shape
         if shape != (state.num_tokens, plan.num_topk):
@@ -410,6 +400,7 @@ class CudaLowLatency(LowLatencyMasks):
         # A peer may still be writing to the old region. Making the new one begins with a rendezvous of the ranks.
         torch.cuda.synchronize(self._device)
         region = self._make_region(self._capacity_for(plan))
+        self._repeated.close()
         if self._regions and not self._regions[-1].native.was_captured:
             self._drop_region()
         self._regions.append(region)
@@ -417,6 +408,7 @@ class CudaLowLatency(LowLatencyMasks):
         self._count_calls_anew()
 
     def _count_calls_anew(self) -> None:
+        self._repeated.close()
         self._dispatches, self._combines = Buffers(), Buffers()
         self._counter = low_latency_counter(self._number, self._num_regions, self._losses.period)
 

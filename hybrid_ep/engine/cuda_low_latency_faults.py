@@ -95,11 +95,18 @@ class LowLatencyFaults(abc.ABC):
     def upload_masks(self) -> None:
         """Makes the kernels leave out the ranks that the host has masked."""
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no fault has been taken that is still to be raised."""
+        return self._held is None and self._fault is None and self._overflow is None
+
     def take_fault(self, known: Collection[int] = ()) -> HybridEPError | None:
         """Returns the error of a fault; None for the loss of a rank that is already masked or `known` to be lost.
 
         Such a loss can be reported twice: by the send of a call, and by its receive, which was already waiting.
         """
+        if self.is_quiet and not self._communicator.has_fault:
+            return None
         held, self._held = self._held, None
         if held is not None:
             return held

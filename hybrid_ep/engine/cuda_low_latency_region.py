@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -77,36 +77,15 @@ class RegionsInUse:
         return None if note is None else int(note)
 
 
-@dataclass
-class Buffers:
+class Buffers(_cuda.LowLatencyBuffers):
     """Which buffers of one kind are in use: sent into and not yet received from."""
-
-    next_idx: int = 0
-    in_flight: list[bool] = field(default_factory=lambda: [False] * _cuda.low_latency_buffers)
-
-    @property
-    def are_in_flight(self) -> bool:
-        """Whether no call can be sent."""
-        return self.in_flight[self.next_idx]
 
     def next(self, what: str) -> int:
         """The buffer that the next call sends into."""
-        if self.in_flight[self.next_idx]:
+        if self.are_in_flight:
             most = len(self.in_flight)
             raise ConfigError(f"{what} calls whose hook has not been called are {most + 1}; allowed: at most {most}")
         return self.next_idx
-
-    def note_sent(self) -> None:
-        """Only once the launch has succeeded: the numbers of calls on the device count launches."""
-        self.in_flight[self.next_idx] = True
-        self.next_idx = (self.next_idx + 1) % len(self.in_flight)
-
-    def note_received(self, idx: int) -> None:
-        self.in_flight[idx] = False
-
-    def note_done(self) -> None:
-        """In place of the two, for a launch that sends and receives."""
-        self.next_idx = (self.next_idx + 1) % len(self.in_flight)
 
 
 def set_last_call(memory: Tensor, number: int) -> None:

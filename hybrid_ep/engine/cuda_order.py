@@ -19,12 +19,17 @@ class LaunchOrder:
     As long as all are on one stream that costs nothing. From the first change on, an event follows each launch, so that
     a launch on another stream waits for the one before and not for what else that stream holds.
 
+    Attributes:
+        free_stream: the stream on which the next low-latency launch needs nothing of `begin` and `end`; None: there is
+            no such stream.
+
     Args:
         device_index: of this rank's GPU.
     """
 
     def __init__(self, device_index: int) -> None:
         self._index = device_index
+        self.free_stream: int | None = None
         self._last: torch.cuda.Stream | None = None
         self._event: torch.cuda.Event | None = None  # made when streams first change
         self._is_recorded = False  # whether the event is recorded after the last launch
@@ -37,14 +42,17 @@ class LaunchOrder:
         waits on every SM. Two such kernels, of two buffers, could leave no SM for the sends that another rank waits
         for.
         """
-        if is_low_latency and _last_low_latency.get(self._index) is not self._ref:
+        is_last = _last_low_latency.get(self._index) is self._ref
+        if is_low_latency and not is_last:
             self._follow_other_buffers()
+            is_last = True
         stream = current_raw_stream(self._index)
         if self._last is None or self._last.cuda_stream != stream:
             current = torch.cuda.current_stream(self._index)
             self._hold_back(current)
             self._last = current
         self._is_recorded = False
+        self.free_stream = stream if is_last and self._event is None else None
         return stream
 
     def end(self) -> None:
@@ -66,6 +74,7 @@ class LaunchOrder:
         other = None if last is None else last()
         if other is not None:
             other.hold_back_current()
+            other.free_stream = None
         _last_low_latency[self._index] = self._ref
 
     def _hold_back(self, current: torch.cuda.Stream) -> None:

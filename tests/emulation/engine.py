@@ -86,8 +86,8 @@ def local_kernels() -> AbstractContextManager[object]:
     )
 
 
-def _on_first_device(plan: Any, make: Any, memory: Any, address: int, _: Any, from_dlpack: Any) -> Any:
-    return make(plan, memory, address, 0, from_dlpack)
+def _on_first_device(plan: Any, make: Any, memory: Any, address: int, _: Any) -> Any:
+    return make(plan, memory, address, 0)
 
 
 def _beside(module_path: str) -> str:

@@ -36,14 +36,14 @@ class _Work(NamedTuple):
 
 # What each call takes; of functions, the most.
 _WORK = {
-    "low-latency dispatch": _Work(2, [], 16),
-    "low-latency combine": _Work(1, [], 19),
-    "low-latency dispatch with a hook": _Work(2, [], 29),
-    "low-latency combine with a hook": _Work(1, [], 32),
-    "dispatch with a bound": _Work(0, [], 31),
-    "cached dispatch": _Work(0, [], 43),
-    "combine": _Work(1, [], 36),
-    "hybrid dispatch with a bound": _Work(1, ["aten.clone.default"], 46),
+    "low-latency dispatch": _Work(2, [], 8),
+    "low-latency combine": _Work(1, [], 6),
+    "low-latency dispatch with a hook": _Work(2, [], 28),
+    "low-latency combine with a hook": _Work(1, [], 31),
+    "dispatch with a bound": _Work(0, [], 23),
+    "cached dispatch": _Work(0, [], 38),
+    "combine": _Work(1, [], 34),
+    "hybrid dispatch with a bound": _Work(1, ["aten.clone.default"], 42),
     "hybrid combine": _Work(4, [], 40),
 }
 

@@ -6,6 +6,7 @@ import pytest
 
 from tests.battery import refused_low_latency, refused_normal
 from tests.battery.cases import CASES, LOW_LATENCY_CASES, Case, select
+from tests.emulation import repeated_calls
 from tests.emulation.conftest import RunEmulated
 
 # More ranks take long, for they share two cores; of eight there is the case with the most different ones.
@@ -111,6 +112,11 @@ def test_low_latency(run_emulated: RunEmulated, case: Case) -> None:
 )
 def test_repeated_calls(run_emulated: RunEmulated, case: Case, check: str, args: tuple[str, ...]) -> None:
     run_emulated(case.num_ranks, "emulation.devices.check_unread", f"battery.{check}", case, *args)
+
+
+@pytest.mark.parametrize("check", repeated_calls.__all__)
+def test_repeated_low_latency_calls(run_emulated: RunEmulated, check: str) -> None:
+    run_emulated(2, f"emulation.repeated_calls.{check}")
 
 
 @pytest.mark.parametrize(

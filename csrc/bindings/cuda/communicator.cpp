@@ -243,7 +243,8 @@ void add_communicator(py::module_& module) {
           py::arg("num_sms"), py::arg("only_compares"), py::arg("stream"))
       .def("wait_for_counts", &wait_for_counts, py::arg("counts_epoch"), py::arg("stream"), py::arg("counts"),
            py::arg("num_counts"))
-      .def("take_fault", &Communicator::take_fault);
+      .def("take_fault", &Communicator::take_fault)
+      .def_property_readonly("has_fault", &Communicator::has_fault);
 }
 
 }  // namespace hybrid_ep::bindings

@@ -1,94 +1,32 @@
 // The low-latency calls: each half is one method, and each call as a whole.
-#include "runtime/low_latency.h"
+#include "bindings/cuda/low_latency.h"
 
 #include <algorithm>
 #include <map>
 #include <string>
 
+#include "bindings/cuda/address.h"
 #include "bindings/cuda/bindings.h"
-#include "bindings/cuda/dlpack.h"
+#include "bindings/cuda/tensors.h"
 #include "runtime/low_latency_between.h"
 
 namespace hybrid_ep::bindings {
-namespace {
-
-// The address of a tensor. An integer is an address, too, and None is nullptr.
-struct Address {
-  uintptr_t value;
-  operator uintptr_t() const { return value; }
-};
-
-}  // namespace
-}  // namespace hybrid_ep::bindings
-
-template <>
-struct pybind11::detail::type_caster<hybrid_ep::bindings::Address> {
-  PYBIND11_TYPE_CASTER(hybrid_ep::bindings::Address, const_name("torch.Tensor | int | None"));
-
-  bool load(handle source, bool) {
-    if (source.is_none()) {
-      value.value = 0;
-      return true;
-    }
-    static PyObject* const data_ptr = PyUnicode_InternFromString("data_ptr");
-    const object address = PyLong_Check(source.ptr())
-                               ? reinterpret_borrow<object>(source)
-                               : reinterpret_steal<object>(PyObject_CallMethodNoArgs(source.ptr(), data_ptr));
-    if (address) value.value = PyLong_AsSize_t(address.ptr());
-    if (PyErr_Occurred() != nullptr) throw error_already_set();
-    return true;
-  }
-};
-
-namespace hybrid_ep::bindings {
-namespace {
-
 namespace py = pybind11;
+namespace {
 
 // A tensor over a part of a dispatch's results, which are at `address`: it begins after so many int32. It keeps
-// `memory`. `from_dlpack` makes a tensor of a capsule.
-py::object make_tensor(const py::object& memory, uintptr_t address, int device, const py::object& from_dlpack,
-                       int64_t begin, std::vector<int64_t> sizes, uint8_t bits) {
-  return from_dlpack(
-      make_capsule(address + begin * sizeof(int32_t), std::move(sizes), {kInt, bits}, device, [memory] {}));
-}
-
-py::object make_counts(const LowLatencyPlan& plan, const py::object& memory, uintptr_t address, int device,
-                       const py::object& from_dlpack) {
-  const int64_t num_local = plan.shape.num_experts / plan.num_ranks;
-  return make_tensor(memory, address, device, from_dlpack, plan.results.counts, {num_local}, 32);
+// `memory`.
+py::object result(const py::object& memory, uintptr_t address, int device, int64_t begin, std::vector<int64_t> sizes,
+                  uint8_t bits) {
+  return make_tensor(address + begin * sizeof(int32_t), std::move(sizes), {kInt, bits}, device, [memory] {});
 }
 
 // src_info and layout_range.
-py::tuple make_tables(const LowLatencyPlan& plan, const py::object& memory, uintptr_t address, int device,
-                      const py::object& from_dlpack) {
+py::tuple make_tables(const LowLatencyPlan& plan, const py::object& memory, uintptr_t address, int device) {
   const int64_t num_local = plan.shape.num_experts / plan.num_ranks;
   const int64_t num_sources = static_cast<int64_t>(plan.num_ranks) * plan.shape.max_tokens;
-  return py::make_tuple(
-      make_tensor(memory, address, device, from_dlpack, plan.results.src_info, {num_local, num_sources}, 32),
-      make_tensor(memory, address, device, from_dlpack, plan.results.layout_range, {num_local, plan.num_ranks}, 64));
-}
-
-TokensOut tokens_out(uintptr_t rows, uintptr_t topk_idx, int num_tokens, uintptr_t global_scale, uint32_t counter) {
-  return {pointer<uint8_t>(rows), pointer<int64_t>(topk_idx), num_tokens, pointer<float>(global_scale), counter};
-}
-
-TokensIn tokens_in(uintptr_t rows, uintptr_t scales, uintptr_t wait_stats) {
-  return {pointer<uint8_t>(rows), pointer<uint32_t>(scales), pointer<int64_t>(wait_stats)};
-}
-
-RowsHome rows_home(uintptr_t rows, uintptr_t results, uintptr_t topk_weights, int num_tokens, bool use_logfmt) {
-  return {pointer<uint8_t>(rows), pointer<int32_t>(results), pointer<float>(topk_weights), num_tokens, use_logfmt};
-}
-
-RowsToSum rows_to_sum(uintptr_t results, uintptr_t topk_idx, uintptr_t topk_weights, uintptr_t out, int num_tokens,
-                      bool use_logfmt) {
-  return {pointer<int32_t>(results),
-          pointer<int64_t>(topk_idx),
-          pointer<float>(topk_weights),
-          pointer<uint8_t>(out),
-          num_tokens,
-          use_logfmt};
+  return py::make_tuple(result(memory, address, device, plan.results.src_info, {num_local, num_sources}, 32),
+                        result(memory, address, device, plan.results.layout_range, {num_local, plan.num_ranks}, 64));
 }
 
 // Bytes of the chunks of a plan's calls to a peer: of dispatch and of combine.
@@ -116,6 +54,11 @@ void add_between_domains(py::module_& module) {
 }
 
 }  // namespace
+
+py::object make_counts(const LowLatencyPlan& plan, const py::object& memory, uintptr_t address, int device) {
+  const int64_t num_local = plan.shape.num_experts / plan.num_ranks;
+  return result(memory, address, device, plan.results.counts, {num_local}, 32);
+}
 
 void add_low_latency(py::module_& module) {
   module.attr("low_latency_buffers") = kLowLatencyBuffers;
@@ -180,8 +123,8 @@ void add_low_latency(py::module_& module) {
                              })
       .def("compared", &LowLatencyPlan::compared)
       .def("peer_chunk_bytes", &peer_chunk_bytes, py::arg("group_size"))
-      .def("counts", &make_counts, py::arg("memory"), py::arg("address"), py::arg("device"), py::arg("from_dlpack"))
-      .def("tables", &make_tables, py::arg("memory"), py::arg("address"), py::arg("device"), py::arg("from_dlpack"));
+      .def("counts", &make_counts, py::arg("memory"), py::arg("address"), py::arg("device"))
+      .def("tables", &make_tables, py::arg("memory"), py::arg("address"), py::arg("device"));
   py::class_<LowLatencyRegion>(module, "LowLatencyRegion")
       .def(py::init<const Communicator&, const std::vector<uintptr_t>&, const LowLatencyCapacity&, bool>(),
            py::kw_only(), py::arg("communicator"), py::arg("memory"), py::arg("capacity"), py::arg("takes_masks"),
@@ -268,6 +211,7 @@ void add_low_latency(py::module_& module) {
           py::arg("topk_weights"), py::arg("out"), py::arg("num_tokens"), py::arg("use_logfmt"),
           py::arg("min_tokens_to_sum"), py::arg("wait_stats"), py::arg("stream"));
   add_between_domains(module);
+  add_low_latency_calls(module);
 }
 
 }  // namespace hybrid_ep::bindings

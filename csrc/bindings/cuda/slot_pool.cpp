@@ -1,11 +1,12 @@
-// Slots of the arena as tensors: made through DLPack, each with its own storage, so that any view keeps the slot.
+// Slots of the arena as tensors, each with its own storage, so that any view keeps the slot.
 #include "runtime/slot_pool.h"
 
 #include <memory>
 #include <utility>
 
+#include "bindings/cuda/address.h"
 #include "bindings/cuda/bindings.h"
-#include "bindings/cuda/dlpack.h"
+#include "bindings/cuda/tensors.h"
 #include "common/check.h"
 #include "runtime/between.h"
 #include "runtime/communicator.h"
@@ -17,15 +18,13 @@ namespace py = pybind11;
 
 class SlotTensors {
  public:
-  // `memory` is what keeps the arena alive; `current_stream` returns the calling thread's stream as an integer;
-  // `from_dlpack` makes a tensor of a capsule.
+  // `memory` is what keeps the arena alive; `current_stream` returns the calling thread's stream as an integer.
   SlotTensors(uintptr_t base, int64_t slot_bytes, int num_slots, int device, py::object memory,
-              py::object current_stream, py::object from_dlpack)
+              py::object current_stream)
       : base_(base),
         slot_bytes_(slot_bytes),
         device_(device),
         memory_(std::move(memory)),
-        from_dlpack_(std::move(from_dlpack)),
         pool_(std::make_shared<SlotPool>(num_slots, device, stream_getter(std::move(current_stream), device))) {}
 
   SlotPool& pool() { return *pool_; }
@@ -44,7 +43,7 @@ class SlotTensors {
     if (plan.makes_route) {
       const auto part = [&](int64_t offset, std::vector<int64_t> shape) {
         const uintptr_t address = route + offset * sizeof(int32_t);
-        return from_dlpack_(make_capsule(address, std::move(shape), {kInt, 32}, device_, [memory] {}));
+        return make_tensor(address, std::move(shape), {kInt, 32}, device_, [memory] {});
       };
       rank_prefix = part(plan.route.rank_prefix, {plan.num_ranks, plan.num_ranks});
       if (is_permuted) {
@@ -56,11 +55,14 @@ class SlotTensors {
     return py::make_tuple(slot[0], slot[1], slot[2], slot[3], rank_prefix, counts, overflow);
   }
 
-  // Launches a dispatch of at most `num_rows`, which a slot holds, and returns the tensors; `handle` as in
-  // Communicator::dispatch. None: no call was launched, because the stream is being captured, no slot is free, or the
-  // ranks have agreed on more slots.
-  py::object dispatch(Communicator& communicator, const DispatchPlan& plan, int64_t num_rows,
+  // Launches a dispatch of at most `num_rows`, for which a slot must have `slot_bytes`, and returns the tensors;
+  // `handle` as in Communicator::dispatch. None: no call was launched, because slots are smaller, a tensor that is
+  // copied in bulk must be moved, the stream is being captured, no slot is free, or the ranks have agreed on more
+  // slots.
+  py::object dispatch(Communicator& communicator, const DispatchPlan& plan, int64_t slot_bytes, int64_t num_rows,
                       const DispatchTensors& given, const py::object& memory, int handle, cudaStream_t stream) {
+    const uintptr_t ends = reinterpret_cast<uintptr_t>(given.rows) | reinterpret_cast<uintptr_t>(given.scales);
+    if (slot_bytes > slot_bytes_ || ends % kRowAlignBytes != 0) return py::none();
     const SlotPool::Taken taken = pool_->take(stream);
     if (taken.slot_idx == 0) return py::none();
     try {
@@ -118,14 +120,14 @@ class SlotTensors {
   py::object slot_tensor(int slot_idx, int64_t offset, int64_t num_rows, const Columns& columns) {
     if (columns.num == 0) return py::none();
     pool_->hold(slot_idx);
-    return from_dlpack_(make_capsule(base_ + slot_idx * slot_bytes_ + offset, {num_rows, columns.num}, columns.type,
-                                     device_, [pool = pool_, memory = memory_, slot_idx] { pool->release(slot_idx); }));
+    return make_tensor(base_ + slot_idx * slot_bytes_ + offset, {num_rows, columns.num}, columns.type, device_,
+                       [pool = pool_, memory = memory_, slot_idx] { pool->release(slot_idx); });
   }
 
   uintptr_t base_;
   int64_t slot_bytes_;
   int device_;
-  py::object memory_, from_dlpack_;
+  py::object memory_;
   std::shared_ptr<SlotPool> pool_;
 };
 
@@ -133,9 +135,8 @@ class SlotTensors {
 
 void add_slot_pool(py::module_& module) {
   py::class_<SlotTensors>(module, "SlotPool")
-      .def(py::init<uintptr_t, int64_t, int, int, py::object, py::object, py::object>(), py::kw_only(), py::arg("base"),
-           py::arg("slot_bytes"), py::arg("num_slots"), py::arg("device"), py::arg("memory"), py::arg("current_stream"),
-           py::arg("from_dlpack"))
+      .def(py::init<uintptr_t, int64_t, int, int, py::object, py::object>(), py::kw_only(), py::arg("base"),
+           py::arg("slot_bytes"), py::arg("num_slots"), py::arg("device"), py::arg("memory"), py::arg("current_stream"))
       .def(
           "take",
           [](SlotTensors& self, uintptr_t stream) {
@@ -150,15 +151,16 @@ void add_slot_pool(py::module_& module) {
           "release", [](SlotTensors& self, int slot_idx) { self.pool().release(slot_idx); }, py::arg("slot_idx"))
       .def(
           "dispatch",
-          [](SlotTensors& self, Communicator& communicator, const DispatchPlan& plan, int64_t num_rows, uintptr_t rows,
-             uintptr_t topk_idx, uintptr_t topk_weights, uintptr_t scales, const py::object& memory, uintptr_t route,
-             int handle, uintptr_t stream) {
-            return self.dispatch(communicator, plan, num_rows, tensors_of(rows, topk_idx, topk_weights, scales, route),
-                                 memory, handle, stream_of(stream));
+          [](SlotTensors& self, Communicator& communicator, const DispatchPlan& plan, int64_t slot_bytes,
+             int64_t num_rows, Address rows, Address scales, Address topk_idx, Address topk_weights,
+             const py::object& memory, uintptr_t route, int handle, uintptr_t stream) {
+            return self.dispatch(communicator, plan, slot_bytes, num_rows,
+                                 tensors_of(rows, topk_idx, topk_weights, scales, route), memory, handle,
+                                 stream_of(stream));
           },
-          py::arg("communicator"), py::arg("plan"), py::arg("num_rows"), py::arg("rows"), py::arg("topk_idx"),
-          py::arg("topk_weights"), py::arg("scales"), py::arg("memory"), py::arg("route"), py::arg("handle"),
-          py::arg("stream"))
+          py::arg("communicator"), py::arg("plan"), py::arg("slot_bytes"), py::arg("num_rows"), py::arg("rows"),
+          py::arg("scales"), py::arg("topk_idx"), py::arg("topk_weights"), py::arg("memory"), py::arg("route"),
+          py::arg("handle"), py::arg("stream"))
       .def("tensors", &SlotTensors::tensors, py::arg("slot_idx"), py::arg("plan"), py::arg("num_rows"),
            py::arg("memory"), py::arg("route"))
       .def("tensors_between", &SlotTensors::tensors_between, py::arg("slot_idx"), py::arg("plan"), py::arg("num_rows"))

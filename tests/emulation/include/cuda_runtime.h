@@ -160,7 +160,7 @@ T atomicMin(T* address, std::common_type_t<T> value) {
 using cudaError_t = int;
 using cudaStream_t = void*;
 using cudaEvent_t = void*;
-constexpr cudaError_t cudaSuccess = 0, cudaErrorNotReady = 600;
+constexpr cudaError_t cudaSuccess = 0, cudaErrorNotReady = 600, cudaErrorLaunchFailure = 719;
 inline const char* cudaGetErrorName(cudaError_t) { return "an error"; }
 inline const char* cudaGetErrorString(cudaError_t) { return "of the emulation"; }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
@@ -256,6 +256,7 @@ struct cudaLaunchConfig_t {
 template <typename Params>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params),
                                const std::remove_const_t<Params>& params) {
+  if (std::getenv("HYBRID_EP_EMULATION_REFUSES") != nullptr) return cudaErrorLaunchFailure;
   bool is_cooperative = false;
   for (int i = 0; i < config->numAttrs; ++i) {
     is_cooperative |= config->attrs[i].id == cudaLaunchAttributeCooperative;

@@ -1,4 +1,4 @@
-// Tensors over device memory that torch did not allocate: capsules in the form of DLPack, which torch makes tensors of.
+// Tensors over device memory that torch did not allocate.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -13,7 +13,7 @@ namespace hybrid_ep::bindings {
 
 // Contiguous memory. `release` runs with the GIL when the last view of the tensor dies, and is destroyed then; at the
 // interpreter's end it does not run.
-pybind11::capsule make_capsule(uintptr_t address, std::vector<int64_t> shape, ElementType type, int device,
-                               std::function<void()> release);
+pybind11::object make_tensor(uintptr_t address, std::vector<int64_t> shape, ElementType type, int device,
+                             std::function<void()> release);
 
 }  // namespace hybrid_ep::bindings

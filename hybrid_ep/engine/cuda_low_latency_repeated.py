@@ -1,0 +1,133 @@
+"""Low-latency calls that repeat an earlier one: one call of C++ each, where a launch is all that there is to do.
+
+`CudaLowLatency` opens this path when a call has ended without a fault. Whatever looks at faults, or changes the memory
+of the calls, closes it. Then, and where a call has a hook, waits for another stream or is captured, it is made in the
+steps of `CudaLowLatency`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from hybrid_ep import _cuda
+from hybrid_ep.engine.calls import (
+    LowLatencyCombineRequest,
+    LowLatencyDispatched,
+    LowLatencyDispatchRequest,
+    LowLatencyHandle,
+    Rows,
+)
+from hybrid_ep.engine.cuda_plan import LowLatencyPlan
+from hybrid_ep.engine.cuda_route import Chunk
+
+if TYPE_CHECKING:
+    from hybrid_ep.engine.cuda_low_latency import CudaLowLatency
+
+__all__ = ["LowLatencyState", "RepeatedCombine", "RepeatedDispatch"]
+
+
+@dataclass(slots=True)
+class LowLatencyState:
+    """The state of the cuda engine in a LowLatencyHandle.
+
+    Attributes:
+        plan: of the dispatch.
+        num_tokens: T.
+        chunk: the memory that its results beside the rows are a piece of.
+        results: address of the piece.
+        stream: that the dispatch was sent on.
+        is_received: whether its `finish` has run.
+    """
+
+    plan: LowLatencyPlan
+    num_tokens: int
+    chunk: Chunk
+    results: int
+    stream: int
+    is_received: bool = False
+
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """`src_info` and `layout_range` of the handle."""
+        memory = self.chunk.memory
+        return self.plan.native.tables(memory, self.results, memory.device.index)
+
+
+class RepeatedDispatch:
+    """Dispatches of one shape without a hook; see `Engine.repeat_of_low_latency`.
+
+    Args:
+        calls: of the buffer.
+        request: of one of them. No tensors are kept, because this object may outlive them.
+        plan: of the shape.
+    """
+
+    def __init__(self, calls: CudaLowLatency, request: LowLatencyDispatchRequest, plan: LowLatencyPlan) -> None:
+        self._calls, self._plan, self._num_tokens = calls, plan, request.topk_idx.shape[0]
+        rows, scales = plan.packed.allocators(calls._device)
+        self._dispatch = _cuda.RepeatedLowLatencyDispatch(
+            calls._repeated, plan.native, self._num_tokens, plan.num_ints, rows, scales, calls._results.take
+        ).__call__
+
+    def __call__(
+        self, data: Tensor, topk_idx: Tensor, global_scale: Tensor | None, wait_stats: Tensor | None
+    ) -> LowLatencyDispatched:
+        calls, plan = self._calls, self._plan
+        made = self._dispatch(data, topk_idx, global_scale, wait_stats)
+        if made is None:
+            return calls.dispatch_in_steps(plan, False, data, topk_idx, global_scale, wait_stats)
+        rows, scales, counts, chunk, results, stream, has_fault = made
+        state = LowLatencyState(plan, self._num_tokens, chunk, results, stream, True)
+        handle = LowLatencyHandle(state.tables, *plan.sizes, calls._grid, chunk.memory, state)
+        finish = calls._end(holds_overflow=True) if has_fault else None
+        return LowLatencyDispatched(Rows(rows, scales), counts, handle, finish)
+
+
+class RepeatedCombine:
+    """Combines of one shape, without signals; see `Engine.repeat_of_low_latency_combine`.
+
+    Args:
+        calls: of the buffer.
+        request: of one of them; no tensors are kept.
+        is_at_once: whether they can be one call of C++.
+    """
+
+    def __init__(self, calls: CudaLowLatency, request: LowLatencyCombineRequest, *, is_at_once: bool) -> None:
+        self._calls, self._shape, self._is_at_once = calls, request.topk_idx.shape, is_at_once
+        self._use_logfmt, self._has_hook = request.use_logfmt, request.return_recv_hook
+        self._min_tokens_to_sum = request.min_tokens_to_sum
+
+    def __call__(
+        self,
+        data: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        out: Tensor,
+        wait_stats: Tensor | None,
+        handle: LowLatencyHandle,
+    ) -> Callable[[], None] | None:
+        calls, state, has_fault = self._calls, handle.state, None
+        if self._is_at_once and isinstance(state, LowLatencyState) and state.is_received:
+            plan, num_tokens = state.plan, state.num_tokens
+            if self._shape == (num_tokens, plan.num_topk):
+                has_fault = calls._repeated.combine(
+                    plan.native,
+                    data,
+                    state.results,
+                    topk_idx,
+                    topk_weights,
+                    out,
+                    num_tokens,
+                    self._use_logfmt,
+                    self._min_tokens_to_sum,
+                    wait_stats,
+                    state.stream,
+                )
+        if has_fault is None:
+            tensors = data, topk_idx, topk_weights, out
+            request = LowLatencyCombineRequest(*tensors, self._use_logfmt, wait_stats, None, self._has_hook)
+            return calls.combine(request, handle)
+        return calls._end() if has_fault else None

@@ -1,0 +1,135 @@
+"""Low-latency calls that repeat an earlier one, with tensors whose values are not checked, as on a GPU."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hybrid_ep
+from hybrid_ep import ConfigError
+from tests.battery import low_latency
+from tests.battery.cases import Case
+from tests.battery.normal import equal, make_buffer, unread_values
+
+__all__ = ["check_faults", "check_hooks_between", "check_refused_launch", "check_two_buffers"]
+
+
+class _Calls:
+    """The calls of one rank."""
+
+    def __init__(self, case: Case, buffer: hybrid_ep.Buffer) -> None:
+        self.case, self.buffer, self.rank = case, buffer, dist.get_rank()
+        self.inputs = case.inputs(self.rank)
+        self.copies = low_latency.expert_copies(case, self.rank)
+        self.x = low_latency.expert_output(case, self.rank, case.max_tokens * case.num_ranks)
+
+    def dispatch(self, topk_idx: torch.Tensor | None = None, **options: Any) -> tuple[Any, ...]:
+        topk_idx = self.inputs.topk_idx if topk_idx is None else topk_idx
+        sizes = self.case.max_tokens, self.case.num_experts
+        return self.buffer.low_latency_dispatch(self.inputs.x, topk_idx, *sizes, use_fp8=False, **options)
+
+    def combine(self, handle: Any, **options: Any) -> tuple[Any, ...]:
+        tensors = self.x, self.inputs.topk_idx, self.inputs.topk_weights
+        return self.buffer.low_latency_combine(*tensors, handle, **options)
+
+    def check(self, received: torch.Tensor, handle: Any, combined: torch.Tensor, *, hooked: bool = False) -> None:
+        sent = [self.case.inputs(r).x for r in range(self.case.num_ranks)]
+        low_latency.check_packed(self.case, self.copies, sent, received, handle)
+        equal(combined, low_latency.expected_combine(self.case, self.rank, lambda _: hooked), "combined_x")
+
+    def check_step(self) -> None:
+        received, _, handle, _, _ = self.dispatch()
+        self.check(received, handle, self.combine(handle)[0])
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the next call can be one call of C++."""
+        return bool(self.buffer.engine._low_latency._repeated.is_open)  # type: ignore[attr-defined]
+
+
+def check_refused_launch() -> None:
+    """A launch that fails takes no buffer. Its rank calls again."""
+    case = Case("refused", dist.get_world_size(), 12, num_experts=4 * dist.get_world_size())
+    with unread_values(), make_buffer(case, low_latency_mode=True) as buffer:
+        calls = _Calls(case, buffer)
+        refuses = mock.patch.dict(os.environ, {"HYBRID_EP_EMULATION_REFUSES": "1"})
+        for _ in range(3):
+            calls.check_step()
+        for _ in range(2):
+            assert calls.is_open
+            if calls.rank == 0:
+                with refuses, pytest.raises(RuntimeError, match="cudaLaunchKernelEx"):
+                    calls.dispatch()
+            received, _, handle, _, _ = calls.dispatch()
+            if calls.rank == 0:
+                with refuses, pytest.raises(RuntimeError, match="cudaLaunchKernelEx"):
+                    calls.combine(handle)
+            calls.check(received, handle, calls.combine(handle)[0])
+
+
+def check_hooks_between() -> None:
+    """Calls with hooks come between. A third call without its hook is refused at all ranks, and then all go on."""
+    case = Case("hooks", dist.get_world_size(), 12, num_experts=4 * dist.get_world_size())
+    with unread_values(), make_buffer(case, low_latency_mode=True) as buffer:
+        calls = _Calls(case, buffer)
+        for _ in range(3):
+            calls.check_step()
+            first, second = (calls.dispatch(return_recv_hook=True) for _ in range(2))
+            with pytest.raises(ConfigError, match="calls whose hook has not been called are 3"):
+                calls.dispatch()
+            # A combine without a hook comes between the two halves of another call.
+            first[-1]()
+            combined, _, _ = calls.combine(first[2])
+            calls.check(first[0], first[2], combined)
+            second[-1]()
+            combined, _, receive = calls.combine(second[2], return_recv_hook=True)
+            received, _, handle, _, _ = calls.dispatch()
+            receive()
+            calls.check(second[0], second[2], combined, hooked=True)
+            with pytest.raises(ConfigError, match="hook has not been called"):
+                calls.combine(calls.dispatch(return_recv_hook=True)[2])
+            buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.num_experts)
+            received, _, handle, _, _ = calls.dispatch()
+            calls.check(received, handle, calls.combine(handle)[0])
+
+
+def check_faults() -> None:
+    """A kernel of a repeated call reports an expert that does not exist. The call raises it, and the rank goes on."""
+    num_ranks = dist.get_world_size()
+    case = Case("faults", num_ranks, 12, num_experts=4 * num_ranks)
+    with unread_values(), make_buffer(case, low_latency_mode=True) as buffer:
+        calls = _Calls(case, buffer)
+        wrong = calls.inputs.topk_idx.clone()
+        wrong[0, 0] = case.num_experts
+        for _ in range(3):
+            calls.check_step()
+            calls.check_step()
+            assert calls.is_open
+            with pytest.raises(ConfigError, match=f"of rank {calls.rank} has {case.num_experts}; allowed"):
+                calls.dispatch(wrong)
+            assert not calls.is_open
+
+
+def check_two_buffers() -> None:
+    """Two buffers take turns, and a normal call comes between: each call of another buffer is ordered after."""
+    num_ranks = dist.get_world_size()
+    case = Case("turns", num_ranks, 12, num_experts=4 * num_ranks)
+    with (
+        unread_values(),
+        make_buffer(case, low_latency_mode=True) as one,
+        make_buffer(case, low_latency_mode=True) as other,
+    ):
+        both = [_Calls(case, buffer) for buffer in (one, other)]
+        for _ in range(3):
+            for calls in both:
+                calls.check_step()
+                calls.check_step()
+                order = calls.buffer.engine._order  # type: ignore[attr-defined]
+                assert order.free_stream is not None
+                waiting = both[calls is both[0]].buffer.engine._order  # type: ignore[attr-defined]
+                assert waiting.free_stream is None
