@@ -152,7 +152,7 @@ def _traits_of_any(*arguments: object) -> object:
     for tensor in arguments:
         if tensor is None:
             found.append(None)
-        elif type(tensor) is bool or type(tensor) is int:
+        elif isinstance(tensor, int):
             found += (type(tensor), tensor)
         elif isinstance(tensor, Tensor):
             found += (

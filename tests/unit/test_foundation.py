@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import pickle
 import re
 import subprocess
@@ -67,6 +68,10 @@ def test_variables_have_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert env.TIMEOUT_S.get() == 2.5
 
 
+class Size(enum.IntEnum):
+    SMALL, LARGE = 1, 2
+
+
 # The second as with a torch that has no exchange API of DLPack.
 @pytest.mark.parametrize("traits", [traits, checks._traits_of_any], ids=["C++", "Python"])
 def test_traits_differ_where_a_check_could(traits: Callable[..., object]) -> None:
@@ -93,6 +98,7 @@ def test_traits_differ_where_a_check_could(traits: Callable[..., object]) -> Non
         1,
         -(2**63),
         2**63,
+        *Size,
     )
     seen = [traits(each) for each in (tensor, *other)]
     assert len(set(seen)) == len(seen)
