@@ -20,8 +20,8 @@ class LaunchOrder:
     a launch on another stream waits for the one before and not for what else that stream holds.
 
     Attributes:
-        free_stream: the stream on which the next low-latency launch needs nothing of `begin` and `end`; None: there is
-            no such stream.
+        free_stream: the stream on which the next low-latency launch does not need `begin`; None: there is none.
+        free_event: the event to record after that launch, in place of `end`; None: there is none.
 
     Args:
         device_index: of this rank's GPU.
@@ -30,6 +30,7 @@ class LaunchOrder:
     def __init__(self, device_index: int) -> None:
         self._index = device_index
         self.free_stream: int | None = None
+        self.free_event: int | None = None
         self._last: torch.cuda.Stream | None = None
         self._event: torch.cuda.Event | None = None  # made when streams first change
         self._is_recorded = False  # whether the event is recorded after the last launch
@@ -52,7 +53,7 @@ class LaunchOrder:
             self._hold_back(current)
             self._last = current
         self._is_recorded = False
-        self.free_stream = stream if is_last and self._event is None else None
+        self.free_stream = stream if is_last else None
         return stream
 
     def end(self) -> None:
@@ -61,6 +62,7 @@ class LaunchOrder:
             return
         self._event.record(self._last)
         self._is_recorded = True
+        self.free_event = self._event.cuda_event
 
     def hold_back_current(self) -> None:
         """Makes the current stream wait for the engine's last launch."""

@@ -29,6 +29,7 @@ __all__ = [
     "check_refused_launch",
     "check_replays",
     "check_sizes",
+    "check_streams",
     "check_three_on_their_way",
     "check_two_batches",
 ]
@@ -287,6 +288,27 @@ def check_refused_launch() -> None:
                 )
             for seed in range(3):
                 round_trip(buffer, draw(seed))
+
+
+def check_streams() -> None:
+    """A combine on another stream than its dispatch waits for it, also where the dispatch repeats an earlier one."""
+    rank, sent, other = dist.get_rank(), draw(0), torch.cuda.Stream()
+    with make_buffer() as buffer:
+        order = buffer.engine._order  # type: ignore[attr-defined]
+        for step in range(4):
+            with torch.cuda.stream(other):
+                round_trip(buffer, sent)
+                round_trip(buffer, sent)
+                assert order.free_stream == other.cuda_stream
+                assert (order.free_event is not None) == (step > 0), "until then there was one stream"
+                torch.cuda._sleep(50_000_000)
+                packed, _, handle, _, _ = buffer.low_latency_dispatch(
+                    sent.x[rank], sent.topk_idx[rank], MAX_TOKENS, sent.num_experts, use_fp8=False
+                )
+            assert isinstance(packed, Tensor)
+            combined, _, _ = buffer.low_latency_combine(packed, sent.topk_idx[rank], sent.weights[rank], handle)
+            equal(combined, expected_sum(sent, rank).cpu(), "combined_x")
+            round_trip(buffer, sent)
 
 
 def check_error_in_a_capture() -> None:

@@ -94,6 +94,7 @@ def test_a_signal_of_experts_that_does_not_come(run_gpus: RunGpus) -> None:
         low_latency.check_error_in_a_capture,
         low_latency.check_other_number_of_tokens,
         low_latency.check_refused_launch,
+        low_latency.check_streams,
     ],
 )
 def test_behaviour(run_gpus: RunGpus, check: Callable[..., None]) -> None:

@@ -35,9 +35,10 @@ class FakeStream:
 
 class FakeEvent:
     recorded_on: FakeStream | None = None
+    cuda_event = 0
 
     def record(self, stream: FakeStream) -> None:
-        self.recorded_on = stream
+        self.recorded_on, self.cuda_event = stream, 7
 
 
 class Device:
@@ -130,6 +131,22 @@ def test_low_latency_launches_of_all_buffers_run_one_after_another(device: Devic
     with device.on(second):
         other.begin(is_low_latency=True)
     assert second.waits == [first, ("event", first)]
+
+
+def test_a_low_latency_launch_that_follows_one_of_its_buffer_needs_an_event_at_most(device: Device) -> None:
+    one, other, first, second = LaunchOrder(INDEX), LaunchOrder(INDEX), device.current, FakeStream(2)
+    assert one.free_stream is None
+    one.begin(is_low_latency=True)
+    one.end()
+    assert (one.free_stream, one.free_event) == (first.cuda_stream, None)
+    with device.on(second):
+        one.begin(is_low_latency=True)
+        one.end()
+    assert (one.free_stream, one.free_event) == (second.cuda_stream, 7), "another stream may come again"
+    other.begin()
+    assert other.free_stream is None, "the last low-latency launch is that of another buffer"
+    other.begin(is_low_latency=True)
+    assert (other.free_stream, one.free_stream) == (first.cuda_stream, None)
 
 
 def test_a_buffer_that_is_gone_holds_nobody_back(device: Device) -> None:

@@ -6,6 +6,7 @@
 
 #include "bindings/cuda/address.h"
 #include "bindings/cuda/low_latency.h"
+#include "common/cuda_check.h"
 
 namespace hybrid_ep::bindings {
 namespace py = pybind11;
@@ -38,8 +39,7 @@ class BuffersInUse {
 // What a repeated call uses. Closed, there is none, and no call is made.
 class RepeatedCalls {
  public:
-  // `order` has `free_stream`, an integer or None: a launch on this stream needs no other order. `current_stream`
-  // returns the calling thread's stream as an integer.
+  // `order` is a LaunchOrder. `current_stream` returns the calling thread's stream as an integer.
   RepeatedCalls(const Communicator& communicator, py::object order, py::object current_stream)
       : communicator_(communicator), order_(std::move(order)), current_stream_(std::move(current_stream)) {}
 
@@ -69,9 +69,19 @@ class RepeatedCalls {
   BuffersInUse& buffers(LowLatencyKind kind) const {
     return kind == LowLatencyKind::kDispatch ? *dispatches_ : *combines_;
   }
+
+  // Ends a call that was launched. Returns whether a kernel has reported a fault.
+  bool end(LowLatencyKind kind, uintptr_t stream) const {
+    buffers(kind).note_done();
+    if (const auto event = order_.attr("free_event").cast<std::optional<uintptr_t>>()) {
+      check_cuda(cudaEventRecord(reinterpret_cast<cudaEvent_t>(*event), stream_of(stream)), "cudaEventRecord");
+    }
+    return communicator_.has_fault();
+  }
+
   LowLatencyRegion& region() const { return *region_; }
   uint32_t counter() const { return counter_; }
-  const Communicator& communicator() const { return communicator_; }
+  int device() const { return communicator_.device(); }
 
  private:
   const Communicator& communicator_;
@@ -104,16 +114,15 @@ class RepeatedDispatch {
     if (!stream || rows % kRowAlignBytes != 0) return py::none();
     if (num_left_ == 0 || *stream != stream_) take_results(*stream);
     const py::object received = make_rows_(), scales = make_scales_.is_none() ? py::object(py::none()) : make_scales_();
-    BuffersInUse& buffers = calls_.buffers(LowLatencyKind::kDispatch);
-    calls_.region().dispatch_tokens(plan_, buffers.next_idx(),
+    calls_.region().dispatch_tokens(plan_, calls_.buffers(LowLatencyKind::kDispatch).next_idx(),
                                     tokens_out(rows, topk_idx, num_tokens_, global_scale, calls_.counter()),
                                     tokens_in(address_of(received), address_of(scales), wait_stats),
                                     pointer<int32_t>(results_), stream_of(*stream));
-    buffers.note_done();
+    const bool has_fault = calls_.end(LowLatencyKind::kDispatch, *stream);
     const uintptr_t results = std::exchange(results_, results_ + results_bytes_);
     --num_left_;
-    return py::make_tuple(received, scales, make_counts(plan_, memory_, results, calls_.communicator().device()),
-                          chunk_, results, *stream, calls_.communicator().has_fault());
+    return py::make_tuple(received, scales, make_counts(plan_, memory_, results, calls_.device()), chunk_, results,
+                          *stream, has_fault);
   }
 
  private:
@@ -145,13 +154,11 @@ py::object combine(const RepeatedCalls& calls, const LowLatencyPlan& plan, Addre
                    int min_tokens_to_sum, Address wait_stats, uintptr_t stream) {
   const bool is_aligned = (rows | topk_weights | out) % kRowAlignBytes == 0;
   if (!is_aligned || calls.stream_for(plan, LowLatencyKind::kCombine) != stream) return py::none();
-  BuffersInUse& buffers = calls.buffers(LowLatencyKind::kCombine);
-  calls.region().combine_rows(plan, buffers.next_idx(), rows_home(rows, results, topk_weights, num_tokens, use_logfmt),
-                              min_tokens_to_sum,
+  calls.region().combine_rows(plan, calls.buffers(LowLatencyKind::kCombine).next_idx(),
+                              rows_home(rows, results, topk_weights, num_tokens, use_logfmt), min_tokens_to_sum,
                               rows_to_sum(results, topk_idx, topk_weights, out, num_tokens, use_logfmt),
                               pointer<int64_t>(wait_stats), stream_of(stream));
-  buffers.note_done();
-  return py::bool_(calls.communicator().has_fault());
+  return py::bool_(calls.end(LowLatencyKind::kCombine, stream));
 }
 
 }  // namespace
