@@ -12,8 +12,6 @@ too small, every rank reads that from the same counts. All grow their slots and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -33,15 +31,12 @@ from hybrid_ep.engine.calls import (
     Dispatched,
     DispatchHandle,
     DispatchRequest,
-    LowLatencyCombineRequest,
-    LowLatencyDispatched,
-    LowLatencyDispatchRequest,
-    LowLatencyHandle,
     Rows,
     state_of,
 )
 from hybrid_ep.engine.cuda_between_combine import combine
 from hybrid_ep.engine.cuda_between_faults import BetweenFaults
+from hybrid_ep.engine.cuda_between_low_latency import LowLatencyByEither
 from hybrid_ep.engine.cuda_between_route import BetweenRoute, RouteSizes
 from hybrid_ep.engine.cuda_faults import dispatch_number
 from hybrid_ep.engine.cuda_low_latency_between import LowLatencyBetween, OpenedLink
@@ -61,7 +56,6 @@ from hybrid_ep.engine.losses import Losses
 from hybrid_ep.engine.refusals import Refusals
 from hybrid_ep.engine.roll_call import RollCall, roll_call_among
 from hybrid_ep.engine.symmetric import SymmetricMemory, map_peers_of
-from hybrid_ep.engine.torch_engine import TorchEngine
 from hybrid_ep.errors import ConfigError, HybridEPError, TimeoutError, TransportError
 from hybrid_ep.transport import Ring, open_link
 
@@ -85,7 +79,7 @@ def refusal_of_grid(grid: RankGrid) -> str | None:
     )
 
 
-class CudaBetween(TorchEngine):
+class CudaBetween(LowLatencyByEither):
     """Dispatch and combine between domains by the kernels of `_cuda`.
 
     Args:
@@ -144,8 +138,6 @@ class CudaBetween(TorchEngine):
         self._order = LaunchOrder(self._index)
         self._late: HybridEPError | None = None  # error of an earlier call; raised after the next launch
         self._held_capacity = 0  # records that calls without a bound have needed
-        self._low_latency_kernels: LowLatencyBetween | None = None
-        self._calls_kernels: bool | None = None  # whether they served the last low-latency call; None: none yet
         if env.LOW_LATENCY_BETWEEN.get() == "cuda":
             self._low_latency_kernels = LowLatencyBetween(
                 roll_call,
@@ -341,58 +333,15 @@ class CudaBetween(TorchEngine):
         self._num_launches += 1
         self.num_calls += 1
 
-    def low_latency_dispatch(self, request: LowLatencyDispatchRequest) -> LowLatencyDispatched:
-        kernels = self._low_latency_kernels
-        self._calls_kernels = kernels is not None and kernels.serves(request)
-        if kernels is None or not self._calls_kernels:
-            return super().low_latency_dispatch(request)
-        return kernels.dispatch(request)
-
-    def low_latency_combine(
-        self, request: LowLatencyCombineRequest, handle: LowLatencyHandle
-    ) -> Callable[[], None] | None:
-        kernels = self._low_latency_kernels
-        self._calls_kernels = kernels is not None and kernels.has_made(handle)
-        if kernels is None or not self._calls_kernels:
-            return super().low_latency_combine(request, handle)
-        return kernels.combine(request, handle)
-
     def refuse(self, call: str, error: ConfigError) -> None:
         if call.startswith("low_latency"):
-            kernels = self._low_latency_kernels
-            # The arguments do not tell which engine the other ranks call: most likely that of the call before.
-            if kernels is None or self._calls_kernels is False:
-                super().refuse(call, error)
-            else:
-                kernels.refuse(call, error)
+            super().refuse(call, error)
             return
         if is_capturing(self._index):
             return
         number, told = self._refused.tell(error)
         refuse_between(self, call, number)
         raise told from error
-
-    def allow_masks(self, *, only_masks_lost: bool) -> None:
-        super().allow_masks(only_masks_lost=only_masks_lost)
-        if (kernels := self._low_latency_kernels) is not None:
-            kernels.takes_masks, kernels.only_masks_lost = True, only_masks_lost
-
-    @property
-    def completes_lost_calls(self) -> bool:  # type: ignore[override]
-        return not self._calls_kernels
-
-    def set_masked(self, ranks: Iterable[int], masked: bool) -> None:
-        ranks = set(ranks)
-        super().set_masked(ranks, masked)
-        if (kernels := self._low_latency_kernels) is not None:
-            kernels.set_masked(ranks, masked)
-
-    def leave_out(self, peer: int) -> None:
-        kernels = self._low_latency_kernels
-        if kernels is not None and self._calls_kernels:
-            kernels.leave_out(peer, self.set_masked)
-        else:
-            super().leave_out(peer)
 
     @one_at_a_time
     def clean(self) -> None:
@@ -402,10 +351,6 @@ class CudaBetween(TorchEngine):
         super().clean()
         if (kernels := self._low_latency_kernels) is not None:
             kernels.clean()
-
-    def low_latency_memory(self) -> Tensor:
-        kernels = self._low_latency_kernels
-        return super().low_latency_memory() if kernels is None else kernels.rows_memory()
 
     def chunks_of(self, rows: Rows, num_topk: int, num_experts: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Returns tokens of a chunk and its bytes: of a dispatch with weights, of a combine without."""

@@ -11,12 +11,17 @@ import torch
 import torch.distributed as dist
 
 import hybrid_ep
-from hybrid_ep import ConfigError
+from hybrid_ep import ConfigError, env
 from tests.battery import low_latency
 from tests.battery.cases import Case
 from tests.battery.normal import equal, make_buffer, unread_values
 
 __all__ = ["check_faults", "check_hooks_between", "check_refused_launch", "check_two_buffers"]
+
+
+def _case(name: str) -> Case:
+    num_ranks = dist.get_world_size()
+    return Case(name, num_ranks, 12, num_experts=4 * num_ranks, num_ranks_per_domain=env.NUM_RANKS_PER_DOMAIN.get())
 
 
 class _Calls:
@@ -49,12 +54,14 @@ class _Calls:
     @property
     def is_open(self) -> bool:
         """Whether the next call can be one call of C++."""
-        return bool(self.buffer.engine._low_latency._repeated.is_open)  # type: ignore[attr-defined]
+        engine: Any = self.buffer.engine
+        kernels = engine._low_latency_kernels if self.buffer.grid.num_domains > 1 else engine._low_latency
+        return bool(kernels._repeated.is_open)
 
 
 def check_refused_launch() -> None:
     """A launch that fails takes no buffer. Its rank calls again."""
-    case = Case("refused", dist.get_world_size(), 12, num_experts=4 * dist.get_world_size())
+    case = _case("refused")
     with unread_values(), make_buffer(case, low_latency_mode=True) as buffer:
         calls = _Calls(case, buffer)
         refuses = mock.patch.dict(os.environ, {"HYBRID_EP_EMULATION_REFUSES": "1"})
@@ -74,7 +81,7 @@ def check_refused_launch() -> None:
 
 def check_hooks_between() -> None:
     """Calls with hooks come between. A third call without its hook is refused at all ranks, and then all go on."""
-    case = Case("hooks", dist.get_world_size(), 12, num_experts=4 * dist.get_world_size())
+    case = _case("hooks")
     with unread_values(), make_buffer(case, low_latency_mode=True) as buffer:
         calls = _Calls(case, buffer)
         for _ in range(3):
@@ -100,8 +107,7 @@ def check_hooks_between() -> None:
 
 def check_faults() -> None:
     """A kernel of a repeated call reports an expert that does not exist. The call raises it, and the rank goes on."""
-    num_ranks = dist.get_world_size()
-    case = Case("faults", num_ranks, 12, num_experts=4 * num_ranks)
+    case = _case("faults")
     with unread_values(), make_buffer(case, low_latency_mode=True) as buffer:
         calls = _Calls(case, buffer)
         wrong = calls.inputs.topk_idx.clone()
@@ -117,8 +123,7 @@ def check_faults() -> None:
 
 def check_two_buffers() -> None:
     """Two buffers take turns, and a normal call comes between: each call of another buffer is ordered after."""
-    num_ranks = dist.get_world_size()
-    case = Case("turns", num_ranks, 12, num_experts=4 * num_ranks)
+    case = _case("turns")
     with (
         unread_values(),
         make_buffer(case, low_latency_mode=True) as one,

@@ -118,6 +118,13 @@ def test_batches_overlap(run_by_kernels: RunEmulated, case: Case) -> None:
     run_by_kernels(case.num_ranks, "battery.low_latency.check_overlapping_batches", case)
 
 
+@pytest.mark.parametrize("check", ["check_faults", "check_hooks_between", "check_two_buffers"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_repeated_calls(run_by_kernels: RunEmulated, check: str, size: int) -> None:
+    in_domains = "emulation.domains.check_in_domains"
+    run_by_kernels(2 * size, in_domains, size, f"emulation.repeated_calls.{check}")
+
+
 @pytest.mark.parametrize("transport", ["loopback", "tcp", "nvshmem"])
 def test_dispatches_ahead(run_by_kernels: RunEmulated, transport: str) -> None:
     check = "battery.low_latency.check_dispatches_ahead"
