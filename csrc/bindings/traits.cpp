@@ -67,7 +67,7 @@ class Reader {
  public:
   explicit Reader(const py::module_& torch)
       : tensor_type_(torch.attr("Tensor")), is_grad_enabled_(torch.attr("is_grad_enabled")) {
-    const dlpack::ExchangeApi* api = find_exchange_api();
+    const dlpack::ExchangeApi* api = exchange_api();
     if (api != nullptr) describe_ = api->describe;
   }
 
@@ -114,8 +114,9 @@ class Reader {
 
 // Bytes for all arguments; if one cannot be described, what `of_any` returns for them.
 PyObject* traits(PyObject* of_any, PyObject* const* objects, Py_ssize_t num_objects) try {
-  // Never destroyed: at the interpreter's end there is nothing to give back to.
-  static const Reader& reader = *new Reader(py::module_::import("torch"));
+  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<Reader> stored;
+  const Reader& reader =
+      stored.call_once_and_store_result([] { return Reader(py::module_::import("torch")); }).get_stored();
   TraitsOfArguments found;
   bool all = num_objects <= kMaxArguments;
   for (Py_ssize_t i = 0; all && i < num_objects; ++i) all = reader.read(objects[i], &found);

@@ -54,11 +54,9 @@ void delete_capsule(PyObject* capsule) {
 
 py::object make_tensor(uintptr_t address, std::vector<int64_t> shape, ElementType type, int device,
                        std::function<void()> release) {
-  static const dlpack::ExchangeApi* const api = find_exchange_api();
+  const dlpack::ExchangeApi* api = exchange_api();
   if (api == nullptr) {
-    // Never destroyed: at the interpreter's end there is nothing to give back to.
-    static const auto& from_dlpack = *new py::object(py::module_::import("torch").attr("from_dlpack"));
-    return from_dlpack(
+    return py::module_::import("torch").attr("from_dlpack")(
         py::capsule(make_managed<dlpack::ManagedTensor>(address, std::move(shape), type, device, std::move(release)),
                     "dltensor", &delete_capsule));
   }
