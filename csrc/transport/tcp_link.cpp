@@ -8,6 +8,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -28,7 +29,9 @@ using Clock = std::chrono::steady_clock;
 constexpr int kMaxEvents = 64;
 constexpr auto kGoodbye = std::chrono::seconds(2);  // how long close() waits for peers to close too
 
-constexpr size_t kMaxCallers = 256;  // that have not said who they are; one more, and the first is dropped
+// Callers that have not said who they are. One more waits until the first has had its time; then the first is dropped.
+constexpr size_t kMaxCallers = 256;
+constexpr auto kCallersTime = std::chrono::seconds(2);
 
 // The first bytes of a connection: who connects.
 struct Hello {
@@ -58,6 +61,7 @@ class File {
 // A connection that has not said who it is.
 struct Caller {
   File socket;
+  Clock::time_point since;
   Hello hello{};
   size_t num_read = 0;  // bytes of its hello
 };
@@ -243,6 +247,7 @@ class TcpLink final : public Link {
 
   File open_to(int peer, const Endpoint& endpoint, const Hello& hello, Clock::time_point deadline) const {
     File file(socket(endpoint.address.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    if (file.get() < 0) throw LinkError(-1, error_text("tcp: socket"));
     int status = ::connect(file.get(), endpoint.get(), endpoint.length);
     if (status != 0 && errno == EINPROGRESS) {
       if (!wait_for(file.get(), POLLOUT, deadline)) throw LinkError(peer, "tcp: it cannot be reached in time");
@@ -259,21 +264,35 @@ class TcpLink final : public Link {
 
   // Accepts connections until all peers are there. A stranger may connect, too, and say nothing: no peer waits for it.
   void accept_peers(Clock::time_point deadline) {
-    std::vector<Caller> callers;
+    std::vector<Caller> callers;  // by `since`
     for (int missing = first_missing(); missing >= 0; missing = first_missing()) {
-      std::vector<pollfd> waiters;
-      for (const Caller& caller : callers) waiters.push_back({caller.socket.get(), POLLIN, 0});
-      waiters.push_back({listener_.get(), POLLIN, 0});
-      if (!wait_for_any(waiters, deadline)) {
+      if (Clock::now() >= deadline) {
         throw LinkError(missing, "tcp: it has not connected to " + options_.host + " in time");
       }
+      if (callers.size() == kMaxCallers && Clock::now() >= callers.front().since + kCallersTime) {
+        callers.erase(callers.begin());
+      }
+      const bool is_full = callers.size() == kMaxCallers;
+      std::vector<pollfd> waiters;
+      for (const Caller& caller : callers) waiters.push_back({caller.socket.get(), POLLIN, 0});
+      if (!is_full) waiters.push_back({listener_.get(), POLLIN, 0});
+      if (!wait_for_any(waiters, is_full ? std::min(deadline, callers.front().since + kCallersTime) : deadline)) {
+        continue;
+      }
+      const bool is_called = !is_full && waiters.back().revents != 0;
       for (size_t i = callers.size(); i-- > 0;) {
         if (waiters[i].revents != 0 && has_ended(callers[i])) callers.erase(callers.begin() + static_cast<int64_t>(i));
       }
-      if (waiters.back().revents == 0) continue;
-      File file(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-      if (file.get() >= 0) callers.push_back({std::move(file)});
-      if (callers.size() > kMaxCallers) callers.erase(callers.begin());
+      if (is_called) accept_caller(callers);
+    }
+  }
+
+  void accept_caller(std::vector<Caller>& callers) const {
+    File file(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (file.get() >= 0) {
+      callers.push_back({std::move(file), Clock::now()});
+    } else if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
+      throw LinkError(-1, error_text("tcp: accept on " + options_.host));  // the caller stays, and so would the error
     }
   }
 

@@ -6,9 +6,13 @@ import contextlib
 import functools
 import os
 import socket
+import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -220,6 +224,50 @@ def test_strangers_do_not_keep_peers_from_connecting(num: int, sends: bytes) -> 
         thread.start()
     for thread in closing:
         thread.join()
+
+
+def test_a_slow_peer_keeps_its_place_among_strangers() -> None:
+    """A peer says half of who it is, 300 strangers connect, and the peer says the rest."""
+    layout = _C.LinkLayout(num_domains=2, domain_idx=0, rings=RINGS)
+    proxy = _C.tcp_proxy(layout=layout, host="127.0.0.1", num_fifos=1)
+    host, port, secret, num_connections = proxy.address().split()
+    with contextlib.ExitStack() as sockets, ThreadPoolExecutor(1) as pool:
+        hellos = {
+            sockets.enter_context(socket.create_connection((host, int(port)))): struct.pack("=QII", int(secret), 1, i)
+            for i in range(int(num_connections))
+        }
+        for peer, hello in hellos.items():
+            peer.sendall(hello[:7])
+        connecting = pool.submit(proxy.connect, [b"", b""], LIMIT_S / 2)
+        for _ in range(300):
+            sockets.enter_context(socket.create_connection((host, int(port))))
+        time.sleep(0.2)
+        for peer, hello in hellos.items():
+            peer.sendall(hello[7:])
+        connecting.result(LIMIT_S)
+    proxy.close(0)
+
+
+def test_no_descriptor_is_left_for_a_peer() -> None:
+    """The process has as many open files as it may have: connecting ends with that reason."""
+    script = (
+        "import os, resource, socket\n"
+        "from hybrid_ep import _C\n"
+        f"layout = _C.LinkLayout(num_domains=2, domain_idx=0, rings={RINGS})\n"
+        "proxy = _C.tcp_proxy(layout=layout, host='127.0.0.1')\n"
+        "host, port, *_ = proxy.address().split()\n"
+        "stranger = socket.create_connection((host, int(port)))\n"
+        "most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir('/proc/self/fd'))), most))\n"
+        "while True:\n"
+        "    try:\n"
+        "        os.dup(0)\n"
+        "    except OSError:\n"
+        "        break\n"
+        "proxy.connect([b'', b''], 1.0)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert "tcp: accept on 127.0.0.1: Too many open files" in ended.stderr
 
 
 @pytest.mark.parametrize("transport", ["loopback", "tcp"])
