@@ -5,6 +5,9 @@
 //
 // A command has the parity of its lap, so the reader needs no tail: it checks whether the next entry has a command of
 // the expected lap. Indices wrap at 2³², a multiple of kFifoSlots.
+//
+// The last free entries are for ends of calls: a call that has failed because the FIFO is full still ends, and the
+// proxy may sleep once the link works again or has failed.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +18,13 @@
 namespace hybrid_ep {
 
 constexpr uint32_t kFifoSlots = 1024;  // a power of two
+constexpr uint32_t kEndSlots = 16;     // only for ends of calls
 constexpr int kMaxFifos = 64;
+
+// How many entries may be in use once a command of a kind is appended.
+HYBRID_EP_HOST_DEVICE uint32_t slots_for(CommandKind kind) {
+  return kind == CommandKind::kEnd ? kFifoSlots : kFifoSlots - kEndSlots;
+}
 
 // The phase of the command of an index. Memory is zero before the first, which has phase 1.
 HYBRID_EP_HOST_DEVICE uint32_t phase_of_index(uint32_t index) { return (index / kFifoSlots & 1) ^ 1; }

@@ -12,10 +12,10 @@ class HostWriter {
  public:
   HostWriter(const LinkView& view, int fifo) : view_(view), fifo_(fifo) {}
 
-  // Appends a command; publishes what the thread has written before. False: the FIFO is full.
+  // Appends a command; publishes what the thread has written before. False: the FIFO has no entry for it.
   bool push(const Command& command) {
     const uint32_t done = __atomic_load_n(&view_.fifos.done[fifo_].value, __ATOMIC_ACQUIRE);
-    if (next_ - done >= kFifoSlots) return false;
+    if (next_ - done >= slots_for(command.kind)) return false;
     PackedCommand* slot = view_.fifos.commands + static_cast<size_t>(fifo_) * kFifoSlots + next_ % kFifoSlots;
     const PackedCommand packed = pack(command, phase_of_index(next_));
     slot->word_low = packed.word_low;

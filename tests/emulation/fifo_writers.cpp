@@ -1,5 +1,6 @@
 // Many threads of a grid write commands into FIFOs, and a thread of the host takes them: each once, each writer's in
-// order, all fields as they were. Prints "right", or what was not.
+// order, all fields as they were. A FIFO that is full of them still takes ends of calls. Prints "right", or what was
+// not.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -39,6 +40,21 @@ void write_commands(const Params params) {
   }
 }
 
+// Fills a FIFO that nobody reads, then ends calls. Returns how many commands, and ends, it took.
+struct Taken {
+  int commands, ends;
+};
+Taken fill(const FifoView& fifos) {
+  Taken taken{};
+  emulated::launch({{1, 1, 1}, {kThreads, 1, 1}, 0, true}, [&] {
+    if (threadIdx.x > 0) return;
+    const auto give_up = [] { return true; };
+    while (push_command(fifos, 0, command_of(0, 0), give_up)) ++taken.commands;
+    while (push_command(fifos, 0, {CommandKind::kEnd, 0, 0, 0, 0, 1}, give_up)) ++taken.ends;
+  });
+  return taken;
+}
+
 bool is_equal(const Command& a, const Command& b) {
   return a.kind == b.kind && a.ring == b.ring && a.peer == b.peer && a.slot == b.slot && a.num_bytes == b.num_bytes &&
          a.word == b.word;
@@ -51,6 +67,15 @@ int main(int, char** arguments) {
   std::vector<PackedCommand> commands(kFifos * kFifoSlots);
   std::vector<FifoCursor> done(kFifos), heads(kFifos), known(kFifos);
   const FifoView view{commands.data(), done.data(), heads.data(), known.data(), kFifos};
+  {
+    std::vector<PackedCommand> unread(kFifoSlots);
+    std::vector<FifoCursor> cursors(3);
+    const Taken taken = fill({unread.data(), &cursors[0], &cursors[1], &cursors[2], 1});
+    if (taken.commands + taken.ends != kFifoSlots || taken.ends != kEndSlots) {
+      std::printf("a full FIFO took %d commands and %d ends of calls\n", taken.commands, taken.ends);
+      return 1;
+    }
+  }
   std::map<int, int> next;  // of each writer
   int num_taken = 0, num_pauses = 0;
   std::thread reader([&] {

@@ -270,6 +270,28 @@ def test_no_descriptor_is_left_for_a_peer() -> None:
     assert "tcp: accept on 127.0.0.1: Too many open files" in ended.stderr
 
 
+def test_a_call_ends_although_its_fifo_is_full() -> None:
+    """A peer that takes nothing fills the FIFO; then it is lost, and the thread sleeps."""
+    layout = _C.LinkLayout(num_domains=2, domain_idx=0, rings=[(1 << 18, 8, 4)])
+    proxy = _C.tcp_proxy(layout=layout, host="127.0.0.1", num_connections=1, num_fifos=1)
+    host, port, secret, _ = proxy.address().split()
+    with socket.create_connection((host, int(port))) as peer:
+        peer.sendall(struct.pack("=QII", int(secret), 1, 0))
+        proxy.connect([b"", b""], LIMIT_S)
+        proxy.begin_call()
+        sender = _C.HostWriter(proxy, 0)
+        last_taken = time.monotonic()
+        while time.monotonic() < last_taken + 0.5:
+            if sender.put(0, 1, 0, 1 << 18, 1):
+                last_taken = time.monotonic()
+        assert proxy.failure is None
+        assert sender.end_call(), "the end of the call is lost"
+    wait_until(lambda: proxy.failure is not None)
+    wait_until(lambda: proxy.counts["sleeps"] > 0)
+    assert proxy.counts["calls"] == 1
+    assert not proxy.close(LIMIT_S)
+
+
 @pytest.mark.parametrize("transport", ["loopback", "tcp"])
 @pytest.mark.parametrize("num_near", [2, 3])
 def test_ranks_near_each_other_have_no_slots_for_each_other(transport: str, num_near: int) -> None:
