@@ -1,8 +1,8 @@
-"""Low-latency calls that repeat an earlier one: one call of C++ each, where a launch is all that there is to do.
+"""Low-latency calls that repeat an earlier one, each as one call of C++ (csrc/bindings/cuda/low_latency_calls.cpp).
 
-`CudaLowLatency` opens this path when a call has ended without a fault. Whatever looks at faults, or changes the memory
-of the calls, closes it. Then, and where a call has a hook, waits for another stream or is captured, it is made in the
-steps of `CudaLowLatency`.
+`CudaLowLatency` opens this path when a call has ended without a fault. A look for faults, and a change of the calls'
+memory, closes it. While it is closed, `CudaLowLatency` makes the call in steps. So it does where a call has a hook,
+waits for another stream, or is captured.
 """
 
 from __future__ import annotations

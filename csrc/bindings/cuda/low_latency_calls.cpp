@@ -1,6 +1,7 @@
-// Low-latency calls that repeat an earlier one, each in one call of C++. It takes a buffer and memory for the results,
-// launches, and makes the tensors. Python decides when that is all there is to do.
+// Low-latency calls that repeat an earlier one. Each is one call of C++, which takes a buffer and memory for the
+// results, launches, and makes the tensors. Python opens this path when a call needs nothing else.
 #include <array>
+#include <memory>
 #include <optional>
 #include <utility>
 
@@ -13,7 +14,7 @@ namespace py = pybind11;
 namespace {
 
 constexpr int64_t kResultsAlignBytes = 128;  // a cache line
-constexpr int kResultsAtOnce = 16;           // of so many dispatches memory is taken together
+constexpr int kResultsAtOnce = 16;           // dispatches whose memory is taken together
 
 // Which buffers of one kind are in use: sent into and not yet received from.
 class BuffersInUse {
@@ -36,59 +37,61 @@ class BuffersInUse {
   std::array<bool, kLowLatencyBuffers> in_flight_{};
 };
 
-// What a repeated call uses. Closed, there is none, and no call is made.
+// What calls use until it is replaced. A call keeps it, because Python may let another thread run in between.
+struct Opened {
+  LowLatencyRegion& region;
+  BuffersInUse &dispatches, &combines;
+  uint32_t counter;  // of the calls of the region
+  py::tuple kept;    // the objects above
+};
+
+// One call that may be launched.
+struct Launch {
+  std::shared_ptr<const Opened> opened;
+  BuffersInUse& buffers;
+  uintptr_t stream;  // the current one
+};
+
+// Whether a repeated call may be launched, and with what. Closed, none may.
 class RepeatedCalls {
  public:
   // `order` is a LaunchOrder. `current_stream` returns the calling thread's stream as an integer.
   RepeatedCalls(const Communicator& communicator, py::object order, py::object current_stream)
       : communicator_(communicator), order_(std::move(order)), current_stream_(std::move(current_stream)) {}
 
-  // `counter` counts the calls of the region.
-  void open(py::object region, py::object dispatches, py::object combines, uint32_t counter) {
-    dispatches_ = dispatches.cast<BuffersInUse*>();
-    combines_ = combines.cast<BuffersInUse*>();
-    region_ = region.cast<LowLatencyRegion*>();
-    kept_ = py::make_tuple(std::move(region), std::move(dispatches), std::move(combines));
-    counter_ = counter;
+  void open(const py::object& region, const py::object& dispatches, const py::object& combines, uint32_t counter) {
+    opened_ = std::make_shared<Opened>(Opened{region.cast<LowLatencyRegion&>(), dispatches.cast<BuffersInUse&>(),
+                                              combines.cast<BuffersInUse&>(), counter,
+                                              py::make_tuple(region, dispatches, combines)});
   }
-  void close() {
-    region_ = nullptr;
-    kept_ = py::none();
-  }
-  bool is_open() const { return region_ != nullptr; }
+  void close() { opened_.reset(); }
+  bool is_open() const { return opened_ != nullptr; }
 
-  // The current stream; nullopt: no call of this kind can be made there.
-  std::optional<uintptr_t> stream_for(const LowLatencyPlan& plan, LowLatencyKind kind) const {
-    if (!is_open() || buffers(kind).are_in_flight() || !region_->covers(plan)) return std::nullopt;
+  // nullopt: no call of this kind may be launched on the current stream.
+  std::optional<Launch> begin(const LowLatencyPlan& plan, LowLatencyKind kind) const {
+    if (!is_open()) return std::nullopt;
+    BuffersInUse& buffers = kind == LowLatencyKind::kDispatch ? opened_->dispatches : opened_->combines;
+    if (buffers.are_in_flight() || !opened_->region.covers(plan)) return std::nullopt;
     const auto free_stream = order_.attr("free_stream").cast<std::optional<uintptr_t>>();
-    const auto stream = current_stream_(communicator_.device()).cast<uintptr_t>();
-    if (free_stream != stream || region_->is_capturing(stream_of(stream))) return std::nullopt;
-    return stream;
+    const auto stream = current_stream_(device()).cast<uintptr_t>();
+    if (free_stream != stream || opened_->region.is_capturing(stream_of(stream))) return std::nullopt;
+    return Launch{opened_, buffers, stream};
   }
-
-  BuffersInUse& buffers(LowLatencyKind kind) const {
-    return kind == LowLatencyKind::kDispatch ? *dispatches_ : *combines_;
-  }
-
-  // Ends a call that was launched. Returns whether a kernel has reported a fault.
-  bool end(LowLatencyKind kind, uintptr_t stream) const {
-    buffers(kind).note_done();
+  // Must be called after the launch. Returns whether a kernel has reported a fault.
+  bool end(const Launch& launch) const {
+    launch.buffers.note_done();
     if (const auto event = order_.attr("free_event").cast<std::optional<uintptr_t>>()) {
-      check_cuda(cudaEventRecord(reinterpret_cast<cudaEvent_t>(*event), stream_of(stream)), "cudaEventRecord");
+      check_cuda(cudaEventRecord(reinterpret_cast<cudaEvent_t>(*event), stream_of(launch.stream)), "cudaEventRecord");
     }
     return communicator_.has_fault();
   }
 
-  LowLatencyRegion& region() const { return *region_; }
-  uint32_t counter() const { return counter_; }
   int device() const { return communicator_.device(); }
 
  private:
   const Communicator& communicator_;
-  py::object order_, current_stream_, kept_ = py::none();
-  LowLatencyRegion* region_ = nullptr;
-  BuffersInUse *dispatches_ = nullptr, *combines_ = nullptr;
-  uint32_t counter_ = 0;
+  py::object order_, current_stream_;
+  std::shared_ptr<const Opened> opened_;
 };
 
 // Dispatches of one shape without a hook.
@@ -110,19 +113,20 @@ class RepeatedDispatch {
   // Returns rows, scales, counts, the chunk and the address of the results, the stream, and whether a kernel has
   // reported a fault. None: the call has not been made.
   py::object call(Address rows, Address topk_idx, Address global_scale, Address wait_stats) {
-    const std::optional<uintptr_t> stream = calls_.stream_for(plan_, LowLatencyKind::kDispatch);
-    if (!stream || rows % kRowAlignBytes != 0) return py::none();
-    if (num_left_ == 0 || *stream != stream_) take_results(*stream);
+    const std::optional<Launch> launch = calls_.begin(plan_, LowLatencyKind::kDispatch);
+    if (!launch || rows % kRowAlignBytes != 0) return py::none();
+    const uintptr_t stream = launch->stream;
+    if (num_left_ == 0 || stream != stream_) take_results(stream);
     const py::object received = make_rows_(), scales = make_scales_.is_none() ? py::object(py::none()) : make_scales_();
-    calls_.region().dispatch_tokens(plan_, calls_.buffers(LowLatencyKind::kDispatch).next_idx(),
-                                    tokens_out(rows, topk_idx, num_tokens_, global_scale, calls_.counter()),
-                                    tokens_in(address_of(received), address_of(scales), wait_stats),
-                                    pointer<int32_t>(results_), stream_of(*stream));
-    const bool has_fault = calls_.end(LowLatencyKind::kDispatch, *stream);
+    launch->opened->region.dispatch_tokens(
+        plan_, launch->buffers.next_idx(),
+        tokens_out(rows, topk_idx, num_tokens_, global_scale, launch->opened->counter),
+        tokens_in(address_of(received), address_of(scales), wait_stats), pointer<int32_t>(results_), stream_of(stream));
+    const bool has_fault = calls_.end(*launch);
     const uintptr_t results = std::exchange(results_, results_ + results_bytes_);
     --num_left_;
-    return py::make_tuple(received, scales, make_counts(plan_, memory_, results, calls_.device()), chunk_, results,
-                          *stream, has_fault);
+    const py::object counts = make_counts(plan_, memory_, results, calls_.device());
+    return py::make_tuple(received, scales, counts, chunk_, results, stream, has_fault);
   }
 
  private:
@@ -152,13 +156,14 @@ class RepeatedDispatch {
 py::object combine(const RepeatedCalls& calls, const LowLatencyPlan& plan, Address rows, Address results,
                    Address topk_idx, Address topk_weights, Address out, int num_tokens, bool use_logfmt,
                    int min_tokens_to_sum, Address wait_stats, uintptr_t stream) {
+  const std::optional<Launch> launch = calls.begin(plan, LowLatencyKind::kCombine);
   const bool is_aligned = (rows | topk_weights | out) % kRowAlignBytes == 0;
-  if (!is_aligned || calls.stream_for(plan, LowLatencyKind::kCombine) != stream) return py::none();
-  calls.region().combine_rows(plan, calls.buffers(LowLatencyKind::kCombine).next_idx(),
-                              rows_home(rows, results, topk_weights, num_tokens, use_logfmt), min_tokens_to_sum,
-                              rows_to_sum(results, topk_idx, topk_weights, out, num_tokens, use_logfmt),
-                              pointer<int64_t>(wait_stats), stream_of(stream));
-  return py::bool_(calls.end(LowLatencyKind::kCombine, stream));
+  if (!launch || launch->stream != stream || !is_aligned) return py::none();
+  launch->opened->region.combine_rows(plan, launch->buffers.next_idx(),
+                                      rows_home(rows, results, topk_weights, num_tokens, use_logfmt), min_tokens_to_sum,
+                                      rows_to_sum(results, topk_idx, topk_weights, out, num_tokens, use_logfmt),
+                                      pointer<int64_t>(wait_stats), stream_of(stream));
+  return py::bool_(calls.end(*launch));
 }
 
 }  // namespace
