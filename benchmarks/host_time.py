@@ -5,6 +5,9 @@
 Dispatch, combine and the trivial call take turns, in rows after a barrier: a host's speed changes within seconds. The
 first calls of a row are not counted: caches of the host are cold. No call waits for the GPU. On a CPU a call does its
 work before it returns.
+
+Last come a low-latency dispatch and combine until the GPU is done, each pair after a barrier, and the trivial call
+likewise.
 """
 
 from __future__ import annotations
@@ -18,13 +21,14 @@ import torch.distributed as dist
 
 from hybrid_ep import Buffer
 from hybrid_ep.bench.machine import rank_device
-from hybrid_ep.bench.timing import time_host
+from hybrid_ep.bench.timing import time_host, time_until_done
 from hybrid_ep.testing.cluster import VirtualCluster
 
 _NUM_SKIPPED = 2
 _LOW_LATENCY_IN_A_ROW = 10
 _NORMAL_IN_A_ROW = 7  # a dispatch waits for the eighth before it
 _TRIVIAL = "tensor.add_(1)"
+_NUM_PAIRS = 100
 
 Calls = dict[str, Callable[[], object]]
 Shape = tuple[int, int, int, int]  # tokens of a rank, hidden size, top-k, experts
@@ -111,6 +115,13 @@ def _measure(low_latency: Shape, normal: Shape, num_rows: int, device: str) -> l
             )
             for calls, in_a_row in groups
         ]
+        pair = tuple(_low_latency_calls(plain, low_latency, at, "", has_hook=False).values())
+        until_done: Calls = {
+            "low-latency dispatch and combine, until done": lambda: [call() for call in pair],
+            _TRIVIAL: lambda: number.add_(1),
+        }
+        done = time_until_done(until_done, num_runs=_NUM_PAIRS, device=device)
+        times.append({name: values.microseconds for name, values in done.items()})
         dist.barrier()
     return times
 

@@ -23,6 +23,8 @@ CALLS = [
     "dispatch with a bound",
     "combine",
     TRIVIAL,
+    "low-latency dispatch and combine, until done",
+    TRIVIAL,
 ]
 
 
