@@ -16,7 +16,7 @@ from tests.battery import low_latency
 from tests.battery.cases import Case
 from tests.battery.normal import equal, make_buffer, unread_values
 
-__all__ = ["check_faults", "check_hooks_between", "check_refused_launch", "check_two_buffers"]
+__all__ = ["check_events", "check_faults", "check_hooks_between", "check_refused_launch", "check_two_buffers"]
 
 
 def _case(name: str) -> Case:
@@ -119,6 +119,19 @@ def check_faults() -> None:
             with pytest.raises(ConfigError, match=f"of rank {calls.rank} has {case.num_experts}; allowed"):
                 calls.dispatch(wrong)
             assert not calls.is_open
+
+
+def check_events() -> None:
+    """Each call records the event that a launch on another stream waits for, once there is one."""
+    case, num_recorded = _case("events"), torch.zeros(1, dtype=torch.int64)
+    with unread_values(), make_buffer(case, low_latency_mode=True) as buffer:
+        calls = _Calls(case, buffer)
+        calls.check_step()
+        calls.check_step()
+        calls.buffer.engine._order.free_event = num_recorded.data_ptr()  # type: ignore[attr-defined]
+        for step in range(1, 4):
+            calls.check_step()
+            assert num_recorded == 2 * step
 
 
 def check_two_buffers() -> None:

@@ -118,7 +118,7 @@ def test_batches_overlap(run_by_kernels: RunEmulated, case: Case) -> None:
     run_by_kernels(case.num_ranks, "battery.low_latency.check_overlapping_batches", case)
 
 
-@pytest.mark.parametrize("check", ["check_faults", "check_hooks_between", "check_two_buffers"])
+@pytest.mark.parametrize("check", ["check_events", "check_faults", "check_hooks_between", "check_two_buffers"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_repeated_calls(run_by_kernels: RunEmulated, check: str, size: int) -> None:
     in_domains = "emulation.domains.check_in_domains"

@@ -292,15 +292,16 @@ def check_refused_launch() -> None:
 
 def check_streams() -> None:
     """A combine on another stream than its dispatch waits for it, also where the dispatch repeats an earlier one."""
-    rank, sent, other = dist.get_rank(), draw(0), torch.cuda.Stream()
+    rank, other = dist.get_rank(), torch.cuda.Stream()
     with make_buffer() as buffer:
         order = buffer.engine._order  # type: ignore[attr-defined]
         for step in range(4):
             with torch.cuda.stream(other):
-                round_trip(buffer, sent)
-                round_trip(buffer, sent)
+                round_trip(buffer, draw(0))
+                round_trip(buffer, draw(0))
                 assert order.free_stream == other.cuda_stream
                 assert (order.free_event is not None) == (step > 0), "until then there was one stream"
+                sent = draw(1 + step)  # rows of earlier calls are not those of this one
                 torch.cuda._sleep(50_000_000)
                 packed, _, handle, _, _ = buffer.low_latency_dispatch(
                     sent.x[rank], sent.topk_idx[rank], MAX_TOKENS, sent.num_experts, use_fp8=False
@@ -308,7 +309,7 @@ def check_streams() -> None:
             assert isinstance(packed, Tensor)
             combined, _, _ = buffer.low_latency_combine(packed, sent.topk_idx[rank], sent.weights[rank], handle)
             equal(combined, expected_sum(sent, rank).cpu(), "combined_x")
-            round_trip(buffer, sent)
+            round_trip(buffer, draw(0))
 
 
 def check_error_in_a_capture() -> None:
