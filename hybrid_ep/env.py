@@ -74,8 +74,8 @@ class Variable(Generic[T]):
         name: its name; ``HYBRID_EP_*`` unless the field already has one for it.
         default: the value when it is unset or empty.
         parse: turns the text into the value; raises ValueError for text that it does not take.
-        allowed: what it takes, for people.
-        effect: what it does, for people.
+        allowed: the texts that `parse` takes, in words.
+        effect: what the variable does, in words.
         phase: ``"run"`` for variables read by the package, ``"build"`` for those read by setup.py.
     """
 
@@ -390,38 +390,35 @@ TARGET_ROOT = Variable(
 CMAKE_ARGS = Variable("CMAKE_ARGS", "", str, "arguments of cmake", "Added to those that setup.py gives.", "build")
 
 
-def _rank(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise ValueError(text)
-    return value
-
-
 # Set by torchrun and mpirun: who this process is. `hybrid-ep bench` joins such a group instead of starting its own.
-RANK: Variable[int | None] = Variable("RANK", None, _rank, "an integer ≥ 0", "This process's rank, set by torchrun.")
+RANK: Variable[int | None] = Variable("RANK", None, _natural, "an integer ≥ 0", "This process's rank, set by torchrun.")
 WORLD_SIZE: Variable[int | None] = Variable(
     "WORLD_SIZE", None, _positive_int, "an integer ≥ 1", "How many ranks there are, set by torchrun."
 )
 LOCAL_RANK: Variable[int | None] = Variable(
-    "LOCAL_RANK", None, _rank, "an integer ≥ 0", "This process's rank within its node, set by torchrun."
+    "LOCAL_RANK", None, _natural, "an integer ≥ 0", "This process's rank within its node, set by torchrun."
 )
 MPI_RANK: Variable[int | None] = Variable(
-    "OMPI_COMM_WORLD_RANK", None, _rank, "an integer ≥ 0", "This process's rank, set by Open MPI's mpirun."
+    "OMPI_COMM_WORLD_RANK", None, _natural, "an integer ≥ 0", "This process's rank, set by Open MPI's mpirun."
 )
 MPI_SIZE: Variable[int | None] = Variable(
     "OMPI_COMM_WORLD_SIZE", None, _positive_int, "an integer ≥ 1", "How many ranks there are, set by Open MPI's mpirun."
 )
 MPI_LOCAL_RANK: Variable[int | None] = Variable(
-    "OMPI_COMM_WORLD_LOCAL_RANK", None, _rank, "an integer ≥ 0", "The rank within its node, set by Open MPI's mpirun."
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    None,
+    _natural,
+    "an integer ≥ 0",
+    "The rank within its node, set by Open MPI's mpirun.",
 )
 SLURM_RANK: Variable[int | None] = Variable(
-    "SLURM_PROCID", None, _rank, "an integer ≥ 0", "This process's rank, set by srun."
+    "SLURM_PROCID", None, _natural, "an integer ≥ 0", "This process's rank, set by srun."
 )
 SLURM_SIZE: Variable[int | None] = Variable(
     "SLURM_STEP_NUM_TASKS", None, _positive_int, "an integer ≥ 1", "How many ranks there are, set by srun."
 )
 SLURM_LOCAL_RANK: Variable[int | None] = Variable(
-    "SLURM_LOCALID", None, _rank, "an integer ≥ 0", "The rank within its node, set by srun."
+    "SLURM_LOCALID", None, _natural, "an integer ≥ 0", "The rank within its node, set by srun."
 )
 MASTER_ADDR = Variable(
     "MASTER_ADDR",

@@ -30,8 +30,8 @@ class GroupedRows(NamedTuple):
         rows: ``[P, H]``: those of each home slot, then those of each spare slot; undefined after the last.
         probs: ``[P]`` float32, the weight of each row; None where no weights were given.
         home_ends: ``[LE]`` int32 on the device: where the rows of each home slot end.
-        spare_ends: ``[B]`` int32 on the device: likewise of the spare slots, the first of which begins where the last
-            home slot ends.
+        spare_ends: ``[B]`` int32 on the device: where the rows of each spare slot end. The first one begins where the
+            last home slot ends.
         handle: for `HybridEPBuffer.combine_with_unpermute`. Its last entry is 1 where more rows arrived than P.
     """
 

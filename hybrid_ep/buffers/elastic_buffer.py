@@ -68,7 +68,7 @@ class ElasticBuffer(ElasticCalls):
         rank_idx: of this process in the group.
         num_ranks: of the group.
         num_bytes: as given, or what `get_buffer_size_hint` says.
-        num_max_tokens_per_rank: as given, and the other arguments likewise under their names.
+        num_max_tokens_per_rank: as given. Each other argument is an attribute of its name.
         num_rdma_ranks: domains.
         num_nvlink_ranks: ranks of a domain.
         num_scaleout_ranks: logical domains.

@@ -375,7 +375,7 @@ def _bytes(tensor: Tensor, at: int, num_bytes: int) -> Tensor:
 
 
 def _elements(tensor: Tensor, cut: _Cut) -> Tensor:
-    """``[n, *shape]`` → ``[n, elements]``: those that are float32 in a cut."""
+    """``[n, *shape]`` → ``[n, elements]``: the float32 elements of each tensor that lie in the cut."""
     first, end = cut.in_tensor // 4, (cut.in_tensor + cut.num_bytes) // 4
     return tensor.detach().view(tensor.shape[0], -1)[:, first:end]
 

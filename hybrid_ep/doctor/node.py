@@ -177,6 +177,13 @@ class Node:
         """Whether there is such a file; Unreadable where its folder cannot be seen: nothing can be concluded then."""
         return Path(path).name in self.names(str(Path(path).parent))
 
+    def is_seen(self, path: str) -> bool:
+        """Whether there is such a file, as far as can be seen: False also where its folder cannot be read."""
+        try:
+            return self.exists(path)
+        except Unreadable:
+            return False
+
     def read(self, path: str) -> str:
         """Text of a file without the last newline."""
         return self.read_bytes(path).decode(errors="replace").rstrip("\n")

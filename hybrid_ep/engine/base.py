@@ -11,7 +11,7 @@ tokens. It may trust its arguments, works on the current stream, and must give t
   and rounded once to bf16; partial rows are summed in fp32 in ascending domain rank and rounded once for the next hop
   or the output, and across domains in ascending domain index. Bias is added in fp32 before the last rounding.
   Low-latency combine multiplies each expert's row by its weight in fp32 and sums in fp32 in top-k order. If the source
-  has at least `min_tokens_to_sum` tokens, a rank that has several rows of a token first weights and sums them likewise,
+  has at least `min_tokens_to_sum` tokens, a rank that has several rows of a token first weights and sums these in fp32,
   rounds once to bf16, and sends the result as the first of these rows. Weights and probabilities are summed in fp32.
 
 Shapes: T tokens of this rank, H hidden, K top-k, E experts, LE local experts, R ranks, N received rows, P permuted

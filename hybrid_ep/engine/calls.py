@@ -148,7 +148,7 @@ class LowLatencyHandle:
 
     Args:
         tables: `src_info` and `layout_range`, or a function that returns them; called when one is first asked for.
-        num_max_tokens_per_rank, hidden, num_experts, grid, memory, state: as above.
+        num_max_tokens_per_rank, hidden, num_experts, grid, memory, state: the attributes of these names.
     """
 
     __slots__ = (

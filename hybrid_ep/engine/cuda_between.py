@@ -36,10 +36,10 @@ from hybrid_ep.engine.calls import (
 )
 from hybrid_ep.engine.cuda_between_combine import combine
 from hybrid_ep.engine.cuda_between_faults import BetweenFaults
-from hybrid_ep.engine.cuda_between_low_latency import LowLatencyByEither
 from hybrid_ep.engine.cuda_between_route import BetweenRoute, RouteSizes
 from hybrid_ep.engine.cuda_faults import dispatch_number
 from hybrid_ep.engine.cuda_low_latency_between import LowLatencyBetween, OpenedLink
+from hybrid_ep.engine.cuda_low_latency_choice import LowLatencyChoice
 from hybrid_ep.engine.cuda_order import LaunchOrder
 from hybrid_ep.engine.cuda_plan import (
     CombineShape,
@@ -79,7 +79,7 @@ def refusal_of_grid(grid: RankGrid) -> str | None:
     )
 
 
-class CudaBetween(LowLatencyByEither):
+class CudaBetween(LowLatencyChoice):
     """Dispatch and combine between domains by the kernels of `_cuda`.
 
     Args:

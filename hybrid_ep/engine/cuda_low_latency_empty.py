@@ -39,7 +39,7 @@ def launch_without_tokens(
 def launch_refused_combine(
     region: _cuda.LowLatencyRegion, plan: _cuda.LowLatencyPlan, buffer_idx: int, device: torch.device, stream: int
 ) -> None:
-    """Launches a combine without rows, for which no dispatch was made. Arguments as above; `plan` has the refusal."""
+    """Launches a combine without rows, for which no dispatch was made. `plan` has the refusal."""
     results = torch.zeros(plan.num_ints_between, dtype=torch.int32, device=device)
     idx, value = plan.refusal_of_combine
     results[idx] = value

@@ -121,7 +121,7 @@ def _meet(
     Args:
         board, rank, ranks, text, timeout_s: as in `rendezvous`.
         where: the step, for errors.
-        lost: as above.
+        lost: ranks that errors have named.
         is_late: this rank has missed the meeting before, at which the others may have waited for it.
 
     Raises:

@@ -122,8 +122,8 @@ class _Vote(NamedTuple):
         choice: the engine that the rank could serve with; None if there is none.
         refusal: why there is none.
         host: that the rank runs on.
-        transport: that is asked for between domains.
-        transports: those that the rank could use; empty if it could not serve with the cuda engine.
+        transport: the one that is asked for between domains.
+        transports: names of the transports that the rank could use; empty if it could not serve with the cuda engine.
     """
 
     engine: str

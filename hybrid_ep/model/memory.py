@@ -16,7 +16,7 @@ def memory_of(question: Question, rows: Rows) -> dict[str, int]:
 
     Args:
         question: the grid and the workload.
-        rows: those that are expected.
+        rows: the numbers of rows that are expected.
     """
     workload, num_domains = question.workload, question.num_domains
     grid = {"num_domains": num_domains, "ranks_per_domain": question.num_ranks_per_domain}

@@ -44,7 +44,7 @@ class Times:
         part: of a warp that sums for domains, for each part of a chunk.
         sum, sum_home: of a record by a warp, in combine.
         nvlink: by domain: of a record's rows on their way within it, where one is at a time.
-        own: by domain: likewise of a rank's own rows that stay there, all together.
+        own: by domain: of all of a rank's own rows that stay there.
         first_rows: by domain: of a combine, until the rows for one domain are at the rank that sums them.
         agree: what a rank does after each exchange of control chunks, in dispatch and in combine.
         latency: of a message, without its bytes.

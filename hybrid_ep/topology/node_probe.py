@@ -99,7 +99,7 @@ def _ask_verbs(root: Path, missing: dict[str, str], before: Callable[[str], None
     try:
         before("libibverbs")
         return read_verbs()
-    except Exception as error:  # as above
+    except Exception as error:  # as where NVML is probed
         missing["verbs"] = str(error)
         return "", []
 

@@ -52,7 +52,7 @@ class DomainLink:
     Attributes:
         choice: which transport it is, and why.
         proxy: the native object; `proxy.view()` is for kernels.
-        kernels: those that are compiled for this link alone, for `_cuda`; None: its own.
+        kernels: a capsule of kernels compiled for this link, which `_cuda` launches; None: `_cuda` launches its own.
     """
 
     def __init__(

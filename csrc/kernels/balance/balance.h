@@ -32,7 +32,7 @@ struct MapOnlineParams {
   const int64_t* counts;    // [R, E], as planned with
   const int64_t* spare;     // [R, B] of the plan
   const int64_t* quota;     // [E, Rd] of the plan
-  const int64_t* topk_idx;  // [T × K] expert or −1, those that the row of this rank has counted
+  const int64_t* topk_idx;  // [T × K] expert or −1; the row of this rank has counted them
   int64_t* slots;           // [T × K]
   int64_t num_copies;       // T × K
   int num_ranks, num_experts, ranks_per_domain, num_spare, rank;  // at most kMaxExperts

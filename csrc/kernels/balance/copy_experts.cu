@@ -65,7 +65,7 @@ struct Chunk {
   uint8_t* target;
   int num_bytes;
   int peer;   // the rank that gets it, or that has sent it
-  int index;  // among those that the receiver stages
+  int index;  // among the chunks that the receiver stages
   bool is_here;
 };
 

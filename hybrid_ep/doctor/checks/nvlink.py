@@ -242,7 +242,7 @@ def nvlink_remote(node: Node, profile: Profile) -> Finding:
 def nvlink_fabric_manager(node: Node, profile: Profile) -> Finding:
     if (name := _running_service(node)) is not None:
         return Finding(Status.PASS, f"running, {name}")
-    services = [folder for folder in _SERVICES if _is_there(node, folder)]
+    services = [folder for folder in _SERVICES if node.is_seen(folder)]
     why = "no such service" if services else "services cannot be seen here"
     try:
         completed = all(_fabric_fault(node, gpu_idx) is None for gpu_idx in node.nvml.gpus)
@@ -261,21 +261,14 @@ def _running_service(node: Node) -> str | None:
     """Where the fabric manager runs: as a service, by cgroup v2 or v1, or as a process of another container."""
     for folder in _SERVICES:
         unit = f"{folder}/nvidia-fabricmanager.service"
-        if _is_there(node, unit) and node.read(f"{unit}/cgroup.procs").split():
+        if node.is_seen(unit) and node.read(f"{unit}/cgroup.procs").split():
             return "as a service"
     for name in node.names("/proc"):
-        if name.isdigit() and _is_there(node, f"/proc/{name}/comm"):
+        if name.isdigit() and node.is_seen(f"/proc/{name}/comm"):
             with contextlib.suppress(Unreadable):  # the process may have ended
                 if node.read(f"/proc/{name}/comm") == "nv-fabricmanage":  # the kernel keeps 15 characters
                     return f"as process {name}"
     return None
-
-
-def _is_there(node: Node, path: str) -> bool:
-    try:
-        return node.exists(path)
-    except Unreadable:
-        return False
 
 
 @check(

@@ -11,7 +11,6 @@ from hybrid_ep.doctor.profile import Profile
 from hybrid_ep.doctor.registry import check
 from hybrid_ep.doctor.roles import Port, judged_ports
 from hybrid_ep.doctor.survey import survey
-from hybrid_ep.doctor.unreadable import Unreadable
 
 _GIDS_SHOWN = 16  # of up to 256 entries of a port's table
 
@@ -32,7 +31,7 @@ def nic_gid(node: Node, profile: Profile) -> Finding:
         folder = port_folder(port)
         if (kind := _gid_kind(node, folder, index)) == "RoCE v2":
             return None
-        others = [i for i in range(_GIDS_SHOWN) if _is_there(node, f"{folder}/gids/{i}")]
+        others = [i for i in range(_GIDS_SHOWN) if node.is_seen(f"{folder}/gids/{i}")]
         usable = [str(i) for i in others if _gid_kind(node, folder, i) == "RoCE v2"]
         return f"GID {index} is {kind or 'empty'}; RoCE v2 at {', '.join(usable) or 'no index'}"
 
@@ -70,7 +69,7 @@ def nic_qos(node: Node, profile: Profile) -> Finding:
             for side in ("roce_np", "roce_rp"):
                 # Only NVIDIA's own driver package shows this file; without it, the firmware's default (on) holds.
                 folder = f"/sys/class/net/{member}/ecn/{side}/enable"
-                if _is_there(node, folder) and node.read(f"{folder}/{priority}") == "0":
+                if node.is_seen(folder) and node.read(f"{folder}/{priority}") == "0":
                     faults.append(f"no ECN ({side}){of}")
         return ", ".join(faults) or None
 
@@ -80,16 +79,9 @@ def nic_qos(node: Node, profile: Profile) -> Finding:
     return survey(ports, port_name, fault, good, if_none="no Ethernet port")
 
 
-def _is_there(node: Node, path: str) -> bool:
-    try:
-        return node.exists(path)
-    except Unreadable:
-        return False
-
-
 def _sum(node: Node, ports: Iterable[Port], counter: str) -> int:
     total = 0
     for port in ports:
         path = f"{port_folder(port)}/hw_counters/{counter}"
-        total += node.read_int(path) if _is_there(node, path) else 0
+        total += node.read_int(path) if node.is_seen(path) else 0
     return total

@@ -1,4 +1,4 @@
-"""Rules for jobs: those that torchrun joins, engines of inference, and the fields of Jobs, JobSets and gangs."""
+"""Rules for jobs: jobs of torchrun, engines of inference, and the fields of Jobs, JobSets and gangs."""
 
 from __future__ import annotations
 

@@ -387,8 +387,8 @@ def _run_as_root(manifest: Manifest) -> Found:
 
 @rule("privileged", Level.ERROR)
 def _privileged(manifest: Manifest) -> Found:
-    """A privileged container does not forbid itself more privileges, and only such a one hands its mounts to the host
-    (`Bidirectional`): the API server refuses others.
+    """A privileged container does not forbid itself more privileges. Only a privileged container hands its mounts to
+    the host (`Bidirectional`). The API server refuses others.
     """
     for template in manifest.pod_templates():
         for path, container in containers(template, init=True):

@@ -19,10 +19,10 @@ from hybrid_ep.engine.cuda_low_latency_between import LowLatencyBetween
 from hybrid_ep.engine.torch_engine import TorchEngine
 from hybrid_ep.errors import ConfigError
 
-__all__ = ["LowLatencyByEither"]
+__all__ = ["LowLatencyChoice"]
 
 
-class LowLatencyByEither(TorchEngine):
+class LowLatencyChoice(TorchEngine):
     """The torch engine, whose low-latency calls may have kernels. Arguments are those of `TorchEngine`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
