@@ -92,9 +92,10 @@ def networks(value: str, resources: str, at: str = "template") -> str:
     return f"{{apiVersion: apps/v1, kind: Deployment, metadata: {{name: d, {own}}}, spec: {spec}}}"
 
 
-def queued(how: str) -> str:
+def queued(how: str, of_pods: str = "") -> str:
     pod = "{restartPolicy: Never, containers: [{name: a, image: 'a:1'}]}"
-    return f"{{apiVersion: batch/v1, kind: Job, metadata: {{name: j, {how}}}, spec: {{template: {{spec: {pod}}}}}}}"
+    template = f"{{metadata: {{{of_pods}}}, spec: {pod}}}"
+    return f"{{apiVersion: batch/v1, kind: Job, metadata: {{name: j, {how}}}, spec: {{template: {template}}}}}"
 
 
 def claimed(request: str) -> str:
@@ -243,6 +244,20 @@ EXAMPLES = [
         "- resources: {limits: {cpu: 1, ephemeral-storage: 1Gi}}",
     ),
     Example(
+        "resource-name",
+        f"{C}.resources.limits['nvidia.com/mig.1g.10gb']",
+        "- resources: {limits: {nvidia.com/mig.1g.10gb: 1}}",
+        "- resources: {limits: {nvidia.com/mig-1g.10gb: 1}}",
+    ),
+    Example(
+        "instance-type",
+        f"{C}.resources.limits['nvidia.com/gpu']",
+        f"- {{resources: {{limits: {{nvidia.com/gpu: 8}}}}, {SHM}}}\n{VOLUME}\n"
+        "nodeSelector: {cloud.google.com/gke-accelerator-count: '4'}",
+        f"- {{resources: {{limits: {{nvidia.com/gpu: 4}}}}, {SHM}}}\n{VOLUME}\n"
+        "nodeSelector: {cloud.google.com/gke-accelerator-count: '4'}",
+    ),
+    Example(
         "hugepages",
         f"{C}.resources.requests['hugepages-2Mi']",
         "- resources: {requests: {cpu: 1, hugepages-2Mi: 1Gi}}",
@@ -306,6 +321,12 @@ EXAMPLES = [
         networks("""'[{"name": "a"}, {"name": "a"}]'""", "nvidia.com/roce_a: 2"),
     ),
     Example(
+        "annotation-json",
+        f"$.spec.template.metadata.annotations['{MULTUS}']",
+        networks("""'[{"name": "a", "interface": "eth0"}]'""", "nvidia.com/roce_a: 1"),
+        networks("""'[{"name": "a", "interface": "net1"}]'""", "nvidia.com/roce_a: 1"),
+    ),
+    Example(
         "pod-annotation",
         f"$.metadata.annotations['{MULTUS}']",
         networks("'a,a'", "nvidia.com/roce_a: 2", at="workload"),
@@ -317,6 +338,13 @@ EXAMPLES = [
         "$.metadata.annotations['kueue.x-k8s.io/queue-name']",
         queued("annotations: {kueue.x-k8s.io/queue-name: q}"),
         queued("labels: {kueue.x-k8s.io/queue-name: q}"),
+        W,
+    ),
+    Example(
+        "pod-annotation",
+        "$.spec.template.metadata.labels['kueue.x-k8s.io/priority-class']",
+        queued("labels: {kueue.x-k8s.io/queue-name: q}", "labels: {kueue.x-k8s.io/priority-class: high}"),
+        queued("labels: {kueue.x-k8s.io/queue-name: q, kueue.x-k8s.io/priority-class: high}"),
         W,
     ),
     Example(
@@ -336,6 +364,27 @@ EXAMPLES = [
         W,
     ),
     # Settings of ranks.
+    Example(
+        "fabric-settings",
+        f"{C}.env[0]",
+        f"- {{env: [{{name: NCCL_NET, value: Socket}}], {RDMA}, {SHM}}}\n{VOLUME}",
+        f"- {{env: [{{name: NCCL_NET, value: IB}}], {RDMA}, {SHM}}}\n{VOLUME}",
+        W,
+    ),
+    Example(
+        "fabric-settings",
+        f"{C}.env[0]",
+        "- env: [{name: NVIDIA_DRIVER_CAPABILITIES, value: 'compute,utilities'}]",
+        "- env: [{name: NVIDIA_DRIVER_CAPABILITIES, value: 'compute,utility'}]",
+        W,
+    ),
+    Example(
+        "fabric-settings",
+        f"{LAUNCHER}.command",
+        mpi("[mpirun, --hostfile, /etc/mpi/hostfile, -x, NCCL_SOCKET_IFNAME=lo, -np, '16', x]"),
+        mpi("[mpirun, --hostfile, /etc/mpi/hostfile, -x, NCCL_SOCKET_IFNAME=eth0, -np, '16', x]"),
+        W,
+    ),
     Example(
         "fabric-settings",
         f"{C}.env[0]",

@@ -16,8 +16,10 @@ _OURS = {variable.name: variable for variable in VARIABLES}
 _BYTE = r"\d|[1-9]\d|1\d\d|2[0-4]\d|25[0-5]"
 _PRIORITY = r"\d|1[0-5]"
 _NIC = r"[\w.-]+"
+_CAPABILITY = r"compute|compat32|graphics|utility|video|display|ngx"
+_OF_SEVERAL_NODES = ("JobSet", "LeaderWorkerSet", "MPIJob", "PyTorchJob")  # whose Pods are ranks of one job
 # What the others take: name → pattern, and the same for people. Sources: the pages of environment variables in NCCL's
-# user guide, NVSHMEM's API reference and UCX's documentation.
+# user guide, NVSHMEM's API reference, UCX's documentation and that of NVIDIA's container toolkit.
 _TAKEN = {
     "NCCL_IB_DISABLE": (r"[01]", "0 or 1"),
     "NCCL_IB_HCA": (rf"\^?=?{_NIC}(:\d+)?(,{_NIC}(:\d+)?)*", "names of NICs, separated by commas"),
@@ -36,6 +38,10 @@ _TAKEN = {
     ),
     "UCX_TLS": (r"\^?[\w-]+(,[\w-]+)*", "names of transports, separated by commas"),
     "NCCL_MNNVL_ENABLE": (r"[0-2]", "0, 1 or 2"),
+    "NVIDIA_DRIVER_CAPABILITIES": (
+        rf"all|({_CAPABILITY})(,({_CAPABILITY}))*",
+        "all, or of compute, utility, compat32, graphics, video, display and ngx, separated by commas",
+    ),
     "NVSHMEM_HCA_LIST": (rf"\^?{_NIC}:\d+(,\^?{_NIC}:\d+)*", "entries NAME:PORT, separated by commas"),
     "NVSHMEM_REMOTE_TRANSPORT": (
         r"(?i)none|ibrc|ibdevx|ibgda|ucx|libfabric",
@@ -63,9 +69,10 @@ class _Setting(NamedTuple):
 
 @build_rule("fabric-settings", Level.WARNING)
 def _fabric_settings(build: Build) -> BuildFound:
-    """NCCL, UCX, NVSHMEM and hybrid_ep get values that they take. All get one GID index, one traffic class and one
-    service level. The NICs that are named are NICs of NCCL, no more than the Pod has, and spread evenly over its GPUs.
-    A Pod with RDMA NICs does not switch them off.
+    """NCCL, UCX, NVSHMEM, hybrid_ep and NVIDIA's container toolkit get values that they take. All get one GID index,
+    one traffic class and one service level. The NICs that are named are NICs of NCCL, no more than the Pod has, and
+    spread evenly over its GPUs. A Pod with RDMA NICs or EFA does not switch them off. Ranks of several Pods do not
+    meet at the loopback interface.
     """
     for manifest in build:
         for template in manifest.pod_templates():
@@ -75,7 +82,8 @@ def _fabric_settings(build: Build) -> BuildFound:
                 if allowed := _allowed_instead(name, value):
                     level = Level.ERROR if name.startswith("HYBRID_EP_") else None
                     yield where, Finding(path, f"{name}={value}; allowed: {allowed}", level)
-            for name, message in (*_disagreements(found), *_nics(found, template)):
+            is_alone = manifest.kind not in _OF_SEVERAL_NODES or (template.num_pods or 1) == 1
+            for name, message in (*_disagreements(found), *_nics(found, template), *_loopback(found, is_alone)):
                 yield found[name].manifest, Finding(found[name].path, message)
 
 
@@ -166,8 +174,21 @@ def _nics(settings: dict[str, _Setting], template: PodTemplate) -> Iterator[tupl
     rdma = [nic for nic in nics(template) if not re.search(r"/efa$|^efa\.", nic)]  # EFA has a plugin of its own
     if disabled and disabled.value == "1" and rdma:
         yield "NCCL_IB_DISABLE", f"NCCL_IB_DISABLE=1 with {', '.join(rdma)}; allowed with RDMA: 0, or no NICs"
+    net = settings.get("NCCL_NET")
+    if net and net.value.lower() == "socket" and nics(template):
+        yield (
+            "NCCL_NET",
+            f"NCCL_NET={net.value} with {', '.join(nics(template))}; allowed with NICs: unset, or their plugin",
+        )
     if "NVSHMEM_HCA_LIST" in named and "NVSHMEM_ENABLE_NIC_PE_MAPPING" not in settings:
         yield "NVSHMEM_HCA_LIST", "NVSHMEM_HCA_LIST has no effect; allowed: with NVSHMEM_ENABLE_NIC_PE_MAPPING=1"
+
+
+def _loopback(settings: dict[str, _Setting], is_alone: bool) -> Iterator[tuple[str, str]]:
+    """(name, message) where ranks of several Pods would meet at an interface that does not leave the Pod."""
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        if not is_alone and name in settings and re.fullmatch(r"=?lo", settings[name].value):
+            yield name, f"{name}={settings[name].value} in a job of several Pods; allowed: an interface between them"
 
 
 def _named(name: str, value: str) -> list[str]:

@@ -296,9 +296,10 @@ def _pod_annotation(manifest: Manifest) -> Found:
                 where = json_path(f"{template.path}.metadata.annotations", [name])
                 yield Finding(where, "with hostNetwork, which has the node's networks alone; allowed: one of them")
         labels = (template.content.get("metadata") or {}).get("labels") or {}
-        if manifest.kind in _QUEUED and _QUEUE in labels and _QUEUE not in (manifest.metadata.get("labels") or {}):
-            where = json_path(f"{template.path}.metadata.labels", [_QUEUE])
-            yield Finding(where, f"{labels[_QUEUE]!r} of the Pods; allowed: at $.metadata.labels, for all of them")
+        for name in (_QUEUE, _PRIORITY) if manifest.kind in _QUEUED else ():
+            if name in labels and name not in (manifest.metadata.get("labels") or {}):
+                where = json_path(f"{template.path}.metadata.labels", [name])
+                yield Finding(where, f"{labels[name]!r} of the Pods; allowed: at $.metadata.labels, for all of them")
     for name, value in (manifest.metadata.get("annotations") or {}).items():
         where = json_path("$.metadata.annotations", [name])
         of_pods = name in (*NETWORKS, "networking.gke.io/default-interface") or name.startswith(

@@ -9,6 +9,7 @@ from typing import Any
 from hybrid_ep.k8s.manifest import Manifest, PodTemplate, json_path
 from hybrid_ep.k8s.problem import Level
 from hybrid_ep.k8s.rules.parts import (
+    MULTUS,
     NETWORKS,
     added_capabilities,
     amount,
@@ -87,9 +88,9 @@ def _nic_count(manifest: Manifest) -> Found:
                 message = f"{number} with {devices:g} GPUs; allowed: as many, or a multiple or fraction of that"
                 yield Finding(where, message)
         total = sum(amount(number) for name, number in of_pod.items() if "/" in name)
-        networks = _networks(template).get(NETWORKS[0])
+        networks = _networks(template).get(MULTUS)
         if total > 1 and networks is not None and len(networks) != total:
-            at = json_path(f"{template.path}.metadata.annotations", [NETWORKS[0]])
+            at = json_path(f"{template.path}.metadata.annotations", [MULTUS])
             listed = ", ".join(f"{number} × {name}" for name, number in of_pod.items() if "/" in name)
             yield Finding(at, f"{len(networks)} networks with {listed}; allowed: {total:g}")
 
@@ -115,9 +116,9 @@ def _network_attachment(build: Build) -> BuildFound:
                 )
     for manifest in build:
         for template in manifest.pod_templates():
-            where = json_path(f"{template.path}.metadata.annotations", [NETWORKS[0]])
+            where = json_path(f"{template.path}.metadata.annotations", [MULTUS])
             asked = {name for _, container in containers(template) for name in amounts(container, "limits")}
-            for network in _networks(template).get(NETWORKS[0], []):
+            for network in _networks(template).get(MULTUS, []):
                 name = network.rpartition("/")[2].partition("@")[0]
                 if name in given:
                     needed = (given[name].metadata.get("annotations") or {}).get(_RESOURCE_OF_NETWORK)

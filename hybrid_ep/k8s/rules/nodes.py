@@ -45,8 +45,10 @@ _INSTANCES: dict[str, tuple[int | None, int | None]] = {
     r"gd-(?P<gpus>\d)x\w+(-\w+)?": (None, None),
     r"(g?b\d00|rtxp6000)-(?P<gpus>\d)x": (None, None),
 }
-# Labels of GPU feature discovery, and words of products and instance types whose CPU is NVIDIA's Grace.
-_COUNT, _PRODUCT = "nvidia.com/gpu.count", "nvidia.com/gpu.product"
+# Labels of GPU feature discovery, and GKE's that counts a node's GPUs. Then words of products and instance types whose
+# CPU is NVIDIA's Grace.
+_PRODUCT = "nvidia.com/gpu.product"
+_COUNTS = ("nvidia.com/gpu.count", "cloud.google.com/gke-accelerator-count")
 _GRACE = re.compile(r"(?i)(?<![a-z])g[bh][23]00(?![0-9])|xgh200|^a4x-")
 _REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 _CLOUD_NIC = re.compile(r"vpc\.amazonaws\.com/efa|efa\.networking\.k8s\.aws|mrdma\.google\.com")
@@ -90,15 +92,16 @@ def _terms(template: PodTemplate) -> list[dict[str, Any]]:
 @rule("instance-type", Level.ERROR)
 def _instance_type(manifest: Manifest) -> Found:
     """The containers of a Pod together ask for no more GPUs and NICs of the cloud (EFA, GKE's mrdma) than the instance
-    type has that it selects, and for no more GPUs than the label `nvidia.com/gpu.count` says that it selects: it is
-    never scheduled otherwise.
+    type has that it selects. They ask for no more GPUs than the label `nvidia.com/gpu.count` or
+    `cloud.google.com/gke-accelerator-count` says that it selects. Otherwise it is never scheduled.
     """
     for template in manifest.pod_templates():
-        counts = [amount(value) for value in _values_of(template, _COUNT)]
-        for name, number in gpus(template, *running(template)).items():
-            if name == "nvidia.com/gpu" and counts and amount(number) > max(counts):
-                message = f"{number} on nodes with {_COUNT}={max(counts):g}; allowed: up to {max(counts):g}"
-                yield Finding(where_asked(main(template)[0], name), message)
+        number = gpus(template, *running(template)).get("nvidia.com/gpu")
+        for label in _COUNTS if number is not None else ():
+            most = max((amount(value) for value in _values_of(template, label)), default=amount(number))
+            if amount(number) > most:
+                message = f"{number} on nodes with {label}={most:g}; allowed: up to {most:g}"
+                yield Finding(where_asked(main(template)[0], "nvidia.com/gpu"), message)
         types = [value for label in _INSTANCE for value in _values_of(template, label)]
         has = [found for value in types if (found := _devices_of(value))]
         if not has or len(has) != len(types):

@@ -21,7 +21,8 @@ _GPU_CLASS = re.compile(r"gpu|^mig\.")  # DRA's classes: gpu.nvidia.com, mig.nvi
 _NIC_CLASS = re.compile(r"rdma|roce|sriov|^efa\.|mlnx|connectx", re.IGNORECASE)
 _NETWORK_CLASS = re.compile(r"dra\.?net|^netdev\.|^sriov\.")
 # Annotations that give a Pod networks of its own, by the plugins Multus and GKE's.
-NETWORKS = ("k8s.v1.cni.cncf.io/networks", "networking.gke.io/interfaces")
+MULTUS = "k8s.v1.cni.cncf.io/networks"
+NETWORKS = (MULTUS, "networking.gke.io/interfaces")
 # Names under which device plugins offer NICs: rdma/ib, nvidia.com/hostdev, nvidia.com/roce_vf, vpc.amazonaws.com/efa …
 _NIC = re.compile(
     r"rdma|roce|hostdev|sriov|efa$|(^|[-_/.])(vf|hca|ib|nic|vnic|rail)s?([-_0-9].*)?$|mlnx|connectx", re.IGNORECASE

@@ -9,6 +9,7 @@ from typing import Any
 from hybrid_ep.k8s.manifest import Manifest, json_path
 from hybrid_ep.k8s.problem import Level
 from hybrid_ep.k8s.rules.parts import (
+    MULTUS,
     NETWORKS,
     amount,
     amounts,
@@ -74,8 +75,8 @@ def _name(manifest: Manifest) -> Found:
 
 @rule("annotation-json", Level.ERROR)
 def _annotation_json(manifest: Manifest) -> Found:
-    """An annotation that lists networks as JSON is a list in JSON, and no two have one interface: the network plugin
-    fails the Pod otherwise.
+    """An annotation that lists networks as JSON is a list in JSON, no two have one interface, and none of Multus has
+    eth0, which is that of the cluster's own network: the network plugin fails the Pod otherwise.
     """
     for template in manifest.pod_templates():
         for name, value in ((template.content.get("metadata") or {}).get("annotations") or {}).items():
@@ -94,6 +95,8 @@ def _annotation_json(manifest: Manifest) -> Found:
                 ]
                 for interface in sorted({str(each) for each in named if each and named.count(each) > 1}):
                     yield Finding(path, f"{interface!r} is given twice; allowed: an interface each")
+                if name == MULTUS and "eth0" in named:
+                    yield Finding(path, "'eth0' is of the cluster's own network; allowed: another name, e.g. 'net1'")
 
 
 @rule("volume-mount", Level.ERROR)
@@ -322,7 +325,7 @@ def _resource_name(manifest: Manifest) -> Found:
                 meant = next((known for known, spellings in _RESOURCES.items() if spelt in spellings), None)
                 if meant and name != meant:
                     yield Finding(where, f"{name!r}; allowed: {meant!r}")
-                elif name.startswith("nvidia.com/mig-") and not re.fullmatch(_MIG, name):
+                elif re.match(r"nvidia\.com/mig[-.]", name) and not re.fullmatch(_MIG, name):
                     yield Finding(where, f"{name!r}; allowed: as nvidia.com/mig-1g.10gb")
                 elif "/" not in name and not re.fullmatch(_OWN_RESOURCE, name):
                     allowed = "cpu, memory, ephemeral-storage, hugepages-SIZE, or a name with a domain"
