@@ -247,7 +247,7 @@ EXAMPLES = [
         "resource-name",
         f"{C}.resources.limits['nvidia.com/mig.1g.10gb']",
         "- resources: {limits: {nvidia.com/mig.1g.10gb: 1}}",
-        "- resources: {limits: {nvidia.com/mig-1g.10gb: 1}}",
+        "- resources: {limits: {nvidia.com/mig-1g.10gb.shared: 1}}",
     ),
     Example(
         "instance-type",
@@ -256,6 +256,14 @@ EXAMPLES = [
         "nodeSelector: {cloud.google.com/gke-accelerator-count: '4'}",
         f"- {{resources: {{limits: {{nvidia.com/gpu: 4}}}}, {SHM}}}\n{VOLUME}\n"
         "nodeSelector: {cloud.google.com/gke-accelerator-count: '4'}",
+    ),
+    Example(
+        "instance-type",
+        f"{C}.resources.limits['nvidia.com/gpu']",
+        f"- {{resources: {{limits: {{nvidia.com/gpu: 2}}}}, {SHM}}}\n{VOLUME}\n"
+        "nodeSelector: {cloud.google.com/gke-accelerator-count: '1'}",
+        f"- {{resources: {{limits: {{nvidia.com/gpu: 2}}}}, {SHM}}}\n{VOLUME}\n"
+        "nodeSelector: {cloud.google.com/gke-accelerator-count: '1', cloud.google.com/gke-gpu-partition-size: 1g.5gb}",
     ),
     Example(
         "hugepages",
@@ -327,6 +335,12 @@ EXAMPLES = [
         networks("""'[{"name": "a", "interface": "net1"}]'""", "nvidia.com/roce_a: 1"),
     ),
     Example(
+        "annotation-json",
+        f"$.spec.template.metadata.annotations['{MULTUS}']",
+        networks("'b, ns/a@eth0'", "nvidia.com/roce_a: 2"),
+        networks("'eth0@net2, ns/a@net1'", "nvidia.com/roce_a: 2"),
+    ),
+    Example(
         "pod-annotation",
         f"$.metadata.annotations['{MULTUS}']",
         networks("'a,a'", "nvidia.com/roce_a: 2", at="workload"),
@@ -375,7 +389,14 @@ EXAMPLES = [
         "fabric-settings",
         f"{C}.env[0]",
         "- env: [{name: NVIDIA_DRIVER_CAPABILITIES, value: 'compute,utilities'}]",
-        "- env: [{name: NVIDIA_DRIVER_CAPABILITIES, value: 'compute,utility'}]",
+        "- env: [{name: NVIDIA_DRIVER_CAPABILITIES, value: 'compute,all'}]",
+        W,
+    ),
+    Example(
+        "fabric-settings",
+        "$.spec.template.spec.containers[0].env[0]",
+        job("[torchrun, x.py]", env="{name: NCCL_SOCKET_IFNAME, value: lo}"),
+        job("[torchrun, x.py]", env="{name: NCCL_SOCKET_IFNAME, value: '^lo'}"),
         W,
     ),
     Example(

@@ -16,8 +16,8 @@ _OURS = {variable.name: variable for variable in VARIABLES}
 _BYTE = r"\d|[1-9]\d|1\d\d|2[0-4]\d|25[0-5]"
 _PRIORITY = r"\d|1[0-5]"
 _NIC = r"[\w.-]+"
-_CAPABILITY = r"compute|compat32|graphics|utility|video|display|ngx"
-_OF_SEVERAL_NODES = ("JobSet", "LeaderWorkerSet", "MPIJob", "PyTorchJob")  # whose Pods are ranks of one job
+_CAPABILITY = r"all|compute|compat32|graphics|utility|video|display|ngx"
+_JOBS = ("Job", "JobSet", "LeaderWorkerSet", "MPIJob", "PyTorchJob")  # whose Pods may be ranks of one job
 # What the others take: name → pattern, and the same for people. Sources: the pages of environment variables in NCCL's
 # user guide, NVSHMEM's API reference, UCX's documentation and that of NVIDIA's container toolkit.
 _TAKEN = {
@@ -39,7 +39,7 @@ _TAKEN = {
     "UCX_TLS": (r"\^?[\w-]+(,[\w-]+)*", "names of transports, separated by commas"),
     "NCCL_MNNVL_ENABLE": (r"[0-2]", "0, 1 or 2"),
     "NVIDIA_DRIVER_CAPABILITIES": (
-        rf"all|({_CAPABILITY})(,({_CAPABILITY}))*",
+        rf"({_CAPABILITY})(,({_CAPABILITY}))*",
         "all, or of compute, utility, compat32, graphics, video, display and ngx, separated by commas",
     ),
     "NVSHMEM_HCA_LIST": (rf"\^?{_NIC}:\d+(,\^?{_NIC}:\d+)*", "entries NAME:PORT, separated by commas"),
@@ -82,7 +82,7 @@ def _fabric_settings(build: Build) -> BuildFound:
                 if allowed := _allowed_instead(name, value):
                     level = Level.ERROR if name.startswith("HYBRID_EP_") else None
                     yield where, Finding(path, f"{name}={value}; allowed: {allowed}", level)
-            is_alone = manifest.kind not in _OF_SEVERAL_NODES or (template.num_pods or 1) == 1
+            is_alone = _num_pods(manifest) == 1
             for name, message in (*_disagreements(found), *_nics(found, template), *_loopback(found, is_alone)):
                 yield found[name].manifest, Finding(found[name].path, message)
 
@@ -182,6 +182,13 @@ def _nics(settings: dict[str, _Setting], template: PodTemplate) -> Iterator[tupl
         )
     if "NVSHMEM_HCA_LIST" in named and "NVSHMEM_ENABLE_NIC_PE_MAPPING" not in settings:
         yield "NVSHMEM_HCA_LIST", "NVSHMEM_HCA_LIST has no effect; allowed: with NVSHMEM_ENABLE_NIC_PE_MAPPING=1"
+
+
+def _num_pods(manifest: Manifest) -> int:
+    """How many Pods of a job have ranks; 1 where its Pods are no ranks of one job."""
+    is_indexed = manifest.kind != "Job" or manifest.spec.get("completionMode") == "Indexed"
+    ranks = [each for each in manifest.pod_templates() if each.role != "Launcher"]
+    return sum(each.num_pods or 1 for each in ranks) if manifest.kind in _JOBS and is_indexed else 1
 
 
 def _loopback(settings: dict[str, _Setting], is_alone: bool) -> Iterator[tuple[str, str]]:

@@ -49,6 +49,13 @@ _INSTANCES: dict[str, tuple[int | None, int | None]] = {
 # CPU is NVIDIA's Grace.
 _PRODUCT = "nvidia.com/gpu.product"
 _COUNTS = ("nvidia.com/gpu.count", "cloud.google.com/gke-accelerator-count")
+# Labels of nodes on which a GPU is shared or divided, so that a node offers more of them than it has.
+_SHARED = (
+    "nvidia.com/gpu.replicas",
+    "cloud.google.com/gke-gpu-partition-size",
+    "cloud.google.com/gke-gpu-sharing-strategy",
+    "cloud.google.com/gke-max-shared-clients-per-gpu",
+)
 _GRACE = re.compile(r"(?i)(?<![a-z])g[bh][23]00(?![0-9])|xgh200|^a4x-")
 _REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 _CLOUD_NIC = re.compile(r"vpc\.amazonaws\.com/efa|efa\.networking\.k8s\.aws|mrdma\.google\.com")
@@ -97,7 +104,8 @@ def _instance_type(manifest: Manifest) -> Found:
     """
     for template in manifest.pod_templates():
         number = gpus(template, *running(template)).get("nvidia.com/gpu")
-        for label in _COUNTS if number is not None else ():
+        is_shared = any(_values_of(template, label) for label in _SHARED)
+        for label in _COUNTS if number is not None and not is_shared else ():
             most = max((amount(value) for value in _values_of(template, label)), default=amount(number))
             if amount(number) > most:
                 message = f"{number} on nodes with {label}={most:g}; allowed: up to {most:g}"

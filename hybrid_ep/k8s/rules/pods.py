@@ -33,7 +33,7 @@ _RESTART = {
 }
 
 _OWN_RESOURCE = r"cpu|memory|ephemeral-storage|hugepages-[1-9]\d*[KMG]i"
-_MIG = r"nvidia\.com/mig-\d+c?\.?\d*g\.\d+gb(\.me|\.me\.all|\.gfx|-me)?"
+_MIG = r"nvidia\.com/mig-\d+c?\.?\d*g\.\d+gb(\.me|\.me\.all|\.gfx|-me)?(\.shared)?"
 # A resource → spellings of it that are seen, in small letters and without dots, dashes and a last s.
 _RESOURCES = {
     "nvidia.com/gpu": ("gpu", "nvidiagpu", "nvidia/gpu", "nvidiacom/gpu"),
@@ -80,8 +80,10 @@ def _annotation_json(manifest: Manifest) -> Found:
     """
     for template in manifest.pod_templates():
         for name, value in ((template.content.get("metadata") or {}).get("annotations") or {}).items():
+            path = json_path(f"{template.path}.metadata.annotations", [name])
+            if name == MULTUS and re.search(r"""@eth0\s*(,|$)|"interface"\s*:\s*"eth0\"""", str(value)):
+                yield Finding(path, "'eth0' is of the cluster's own network; allowed: another name, e.g. 'net1'")
             if name in NETWORKS and str(value).lstrip().startswith(("[", "{")):
-                path = json_path(f"{template.path}.metadata.annotations", [name])
                 try:
                     listed = json.loads(value)
                 except ValueError as error:
@@ -95,8 +97,6 @@ def _annotation_json(manifest: Manifest) -> Found:
                 ]
                 for interface in sorted({str(each) for each in named if each and named.count(each) > 1}):
                     yield Finding(path, f"{interface!r} is given twice; allowed: an interface each")
-                if name == MULTUS and "eth0" in named:
-                    yield Finding(path, "'eth0' is of the cluster's own network; allowed: another name, e.g. 'net1'")
 
 
 @rule("volume-mount", Level.ERROR)
