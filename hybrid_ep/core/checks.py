@@ -26,6 +26,7 @@ __all__ = [
     "require_instance",
     "require_int",
     "require_no_grad",
+    "require_number",
     "require_path",
     "require_seconds",
     "require_tensor",
@@ -75,6 +76,12 @@ def require_int(name: str, value: object, *, minimum: int, maximum: int = MAX_IN
     if multiple_of > 1:
         allowed += f" that is a multiple of {multiple_of}"
     raise ConfigError(f"{name} is {value!r}; allowed: {allowed}")
+
+
+def require_number(name: str, value: float, *, minimum: float, maximum: float) -> float:
+    """Returns `value` if it is from `minimum` to `maximum`; NaN is not."""
+    require(minimum <= value <= maximum, name, value, f"a number from {minimum:g} to {maximum:g}")
+    return value
 
 
 def require_seconds(name: str, value: object) -> float:

@@ -9,6 +9,7 @@ import click
 from rich.console import Console
 
 from hybrid_ep.bench.plan import SKEWS_PER_EXPONENT, default_workload_sizes
+from hybrid_ep.core.checks import require_int, require_number
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.model.machine import Machine
 from hybrid_ep.model.question import MODES, Question
@@ -19,6 +20,8 @@ from hybrid_ep.testing.workload import DTYPES, ROUTINGS, ZIPF_EXPONENT, Workload
 __all__ = ["model"]
 
 _MACHINE = Machine()
+_LEAST, _MOST = 1e-3, 1e6  # of rates and latencies: far beyond hardware, and all results are finite
+_MOST_SKEW = 50.0  # above 60, unpopular experts have so few rows that quotients of them are no numbers
 
 
 @click.command(context_settings={"show_default": True})
@@ -86,6 +89,14 @@ def model(
     """
     if skew is not None and routing != "skewed":
         raise ConfigError(f"skew is {skew:g} with routing {routing}; allowed: with --routing skewed")
+    if cached and mode == "low-latency":
+        raise ConfigError("cached is given with mode low-latency; allowed: with --mode normal or permute")
+    if skew is not None:
+        require_number("skew", skew, minimum=0, maximum=_MOST_SKEW)
+    if tokens is not None:
+        require_int("tokens", tokens, minimum=1)
+    for option, value in (("nic", nic), ("nic-latency", nic_latency), ("nvlink", nvlink)):
+        require_number(option, value, minimum=_LEAST, maximum=_MOST)
     sizes = default_workload_sizes("cuda", mode)
     workload = Workload(
         num_tokens=sizes["tokens"] if tokens is None else tokens,

@@ -43,9 +43,9 @@ class Question:
     def __post_init__(self) -> None:
         require_int("domains", self.num_domains, minimum=1, maximum=_MOST_RANKS)
         require_int("ranks-per-domain", self.num_ranks_per_domain, minimum=1, maximum=_MOST_RANKS)
-        require_int("ranks", self.num_ranks, minimum=1, maximum=_MOST_RANKS)
+        require_int("domains × ranks-per-domain", self.num_ranks, minimum=1, maximum=_MOST_RANKS)
         require(self.mode in MODES, "mode", self.mode, ", ".join(MODES))
-        require_int("sms", self.num_sms, minimum=1)
+        require_int("num-sms", self.num_sms, minimum=1)
         require_int("tokens", self.workload.num_tokens, minimum=1)
         require_int("hidden", self.workload.hidden, minimum=1, maximum=_MOST_HIDDEN)
         require_int(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hybrid_ep import _C
-from hybrid_ep.core.checks import require
+from hybrid_ep.core.checks import require, require_number
 from hybrid_ep.model.predict import predict, rows_of_record
 from hybrid_ep.model.protocol import Protocol, random_batches
 from hybrid_ep.model.protocol_inputs import Faults, Ring, Times
@@ -30,6 +30,7 @@ __all__ = ["Tail", "check_seed", "ring_of", "simulate_tail", "times_of"]
 
 _KB_US = 1e3  # bytes per µs at 1 GB/s
 _JITTER_US = 1.0
+_MOST_TIMES_SLOWER = 1e6  # above it, times of a straggler are no numbers
 _EXCHANGES = 2  # of a dispatch: counts, then verdicts
 
 
@@ -170,7 +171,7 @@ def simulate_tail(question: Question, num_runs: int, seed: int, *, straggler: fl
     Raises:
         ConfigError: there is no network between domains, or calls are not normal; a straggler is below 1.
     """
-    require(1 <= straggler < float("inf"), "straggler", straggler, "a finite number ≥ 1")
+    require_number("straggler", straggler, minimum=1, maximum=_MOST_TIMES_SLOWER)
     require(question.num_domains > 1, "domains", question.num_domains, "≥ 2 with --simulate")
     require(question.mode == "normal", "mode", question.mode, "normal with --simulate")
     rows, ring, times = expected_rows(question), ring_of(question), times_of(question)

@@ -47,7 +47,7 @@ class Workload:
             have a Zipf-like popularity (the r-th most popular is chosen ∝ r^−0.6, which ones these are depends on the
             seed), and every token has its own noise on top. ``hot``: 30 % of the tokens want expert 0 first, the others
             not at all; otherwise uniform.
-        seed: of tokens and routing.
+        seed: of tokens and routing; ≥ 0.
         exponent: of the popularity in the skewed routing; 0 is uniform.
 
     Raises:
@@ -69,6 +69,7 @@ class Workload:
         require(self.routing in ROUTINGS, "routing", self.routing, ", ".join(ROUTINGS))
         require_int("hidden", self.hidden, minimum=1, multiple_of=CHANNELS_PER_SCALE if self.dtype == "fp8" else 1)
         require_int("experts", self.num_experts, minimum=1)
+        require_int("seed", self.seed, minimum=0)
         require(0 <= self.exponent < float("inf"), "exponent", self.exponent, "a finite number ≥ 0")
         limit = min(MAX_TOPK, self.num_experts)
         require(1 <= self.num_topk <= limit, "topk", self.num_topk, f"1 … {limit}")

@@ -250,12 +250,26 @@ def test_pictures(tmp_path: Path) -> None:
         (("--domains", 0), "domains is 0; allowed: an integer"),
         (("--experts", 100), "experts is 100; allowed: an integer from 16 to 8192 that is a multiple of 16"),
         (("--skew", 2), "skew is 2 with routing uniform; allowed: with --routing skewed"),
-        (("--nic", 0), "nic_gbits is 0.0; allowed: a finite number > 0"),
-        (("--domains", 512, "--ranks-per-domain", 32), "ranks is 16384; allowed: an integer from 1 to 8192"),
+        (("--nic", 0), "nic is 0.0; allowed: a number from 0.001 to 1e+06"),
+        (("--nic", 5e-324), "nic is 5e-324; allowed: a number from 0.001 to 1e+06"),
+        (("--nic-latency", "nan"), "nic-latency is nan; allowed: a number from 0.001 to 1e+06"),
+        (("--nvlink", "inf"), "nvlink is inf; allowed: a number from 0.001 to 1e+06"),
+        (("--routing", "skewed", "--skew", -1), "skew is -1.0; allowed: a number from 0 to 50"),
+        (("--routing", "skewed", "--skew", 1000), "skew is 1000.0; allowed: a number from 0 to 50"),
+        (("--num-sms", 0), "num-sms is 0; allowed: an integer ≥ 1"),
+        (("--tokens", -1), "tokens is -1; allowed: an integer ≥ 1"),
+        (("--seed", -1), "seed is -1; allowed: an integer ≥ 0"),
+        (("--simulate", 1, "--seed", -1), "seed is -1; allowed: an integer ≥ 0"),
+        (("--seed", 2**63), f"seed is {2**63}; allowed: an integer from 0 to {2**31 - 1}"),
+        (("--mode", "low-latency", "--cached"), "cached is given with mode low-latency; allowed: with --mode normal"),
+        (
+            ("--domains", 512, "--ranks-per-domain", 32),
+            "domains × ranks-per-domain is 16384; allowed: an integer from 1 to 8192",
+        ),
         (("--simulate", -1), "simulate is -1; allowed: an integer ≥ 0"),
         (("--straggler", 2), "straggler is 2 without a simulation; allowed: with --simulate"),
-        (("--simulate", 1, "--straggler", 0.5), "straggler is 0.5; allowed: a finite number ≥ 1"),
-        (("--simulate", 1, "--straggler", "inf"), "straggler is inf; allowed: a finite number ≥ 1"),
+        (("--simulate", 1, "--straggler", 0.5), "straggler is 0.5; allowed: a number from 1 to 1e+06"),
+        (("--simulate", 1, "--straggler", "inf"), "straggler is inf; allowed: a number from 1 to 1e+06"),
         (("--domains", 1, "--simulate", 1), "domains is 1; allowed: ≥ 2 with --simulate"),
     ],
 )
@@ -263,6 +277,25 @@ def test_wrong_usage(arguments: tuple[object, ...], message: str) -> None:
     result = run(*arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--nic", 1e-3, "--nic-latency", 1e6, "--nvlink", 1e-3),
+        ("--nic", 1e6, "--nic-latency", 1e-3, "--nvlink", 1e6),
+        ("--routing", "skewed", "--skew", 50, "--domains", 64, "--ranks-per-domain", 32),
+        ("--tokens", 16, "--simulate", 1, "--straggler", 1e6),
+    ],
+)
+def test_the_extremes_that_are_allowed_give_numbers(arguments: tuple[object, ...]) -> None:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+
+    def refuse(word: str) -> None:
+        pytest.fail(f"{word} in the answer")
+
+    json.loads(result.stdout, parse_constant=refuse)
 
 
 def test_constants_are_checked() -> None:
