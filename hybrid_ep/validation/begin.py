@@ -16,6 +16,7 @@ from typing import Any
 
 from hybrid_ep.doctor.profile import load_profile
 from hybrid_ep.errors import ConfigError
+from hybrid_ep.validation.names import fault_of_name
 
 __all__ = ["DOMAIN_PREFIX", "Inventory", "begin_validation"]
 
@@ -87,7 +88,15 @@ def _domains(inventory: Inventory) -> dict[str, str]:
         for host in members if group.startswith(DOMAIN_PREFIX) else ():
             groups_of.setdefault(host, []).append(group)
     spans: dict[str, bool] = {}  # whether a platform's domains span nodes
+    seen: set[str] = set()
     for host in inventory.hosts:
+        fault = fault_of_name("host", host)
+        if fault is not None:
+            faults.append(fault)
+            continue
+        if host in seen:
+            faults.append(f"host {host!r} is given twice; allowed: each host once")
+        seen.add(host)
         platform = inventory.platforms.get(host, "")
         if not platform:
             faults.append(f"host {host!r} has no platform: put it into a group that sets doctor_profile")

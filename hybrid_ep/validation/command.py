@@ -11,6 +11,7 @@ from rich.console import Console
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.outputs import OutputFolder
 from hybrid_ep.validation.cluster import load_cluster
+from hybrid_ep.validation.names import Name
 from hybrid_ep.validation.playbooks import COMMANDS
 from hybrid_ep.validation.rounds import Round, rounds
 
@@ -32,7 +33,7 @@ for command in COMMANDS:
 
 
 @validation.command("rounds", short_help="Print rounds of pairs of hosts.")
-@click.argument("hosts", nargs=-1, required=True)
+@click.argument("hosts", nargs=-1, required=True, type=Name("host"))
 @click.option(
     "--rounds", "limit", type=click.IntRange(min=1), help="Print at most so many rounds, evenly spread over all."
 )

@@ -10,7 +10,8 @@ from pathlib import Path
 import click
 
 from hybrid_ep.errors import ConfigError, TransportError
-from hybrid_ep.inputs import read_input
+from hybrid_ep.inputs import Seconds, read_input
+from hybrid_ep.validation.names import Name
 
 __all__ = ["COMMANDS"]
 
@@ -59,9 +60,16 @@ def domains_command(results: Path) -> None:
 
 @click.command("record", short_help="Write the result of a test job.")
 @click.argument("results", type=_FOLDER)
-@click.argument("name")
+@click.argument("name", type=Name("job"))
 @click.option("--kind", type=click.Choice(KINDS), required=True, help="Kind of the job.")
-@click.option("--host", "hosts", multiple=True, required=True, help="Host on which the job ran; may be repeated.")
+@click.option(
+    "--host",
+    "hosts",
+    type=Name("host"),
+    multiple=True,
+    required=True,
+    help="Host on which the job ran; may be repeated.",
+)
 @click.option("--exit-code", type=int, required=True, help="Exit status of the job or its launcher.")
 def record_command(results: Path, name: str, kind: str, hosts: tuple[str, ...], exit_code: int) -> None:
     """Write jobs/NAME.json, and jobs/NAME.log from what the job printed (on standard input)."""
@@ -108,7 +116,7 @@ def judge_command(ctx: click.Context, result: Path, profile: str, num_hosts: int
 
 @click.command("record-node", short_help="Write the doctor's report of a node.")
 @click.argument("results", type=_FOLDER)
-@click.argument("host")
+@click.argument("host", type=Name("host"))
 def record_node_command(results: Path, host: str) -> None:
     """Write nodes/HOST.json from standard input: what `hybrid-ep doctor --json` has printed on HOST.
 
@@ -124,7 +132,7 @@ def record_node_command(results: Path, host: str) -> None:
     "--gid-index", type=click.IntRange(min=0), help="GID index of Ethernet ports; default: perftest's choice."
 )
 @click.option(
-    "--limit-s", type=click.FloatRange(min=1), default=30.0, show_default=True, help="Time limit for each NIC, seconds."
+    "--limit-s", type=Seconds(1, 3600), default=30.0, show_default=True, help="Time limit for each NIC, seconds."
 )
 @click.option(
     "--sysroot",

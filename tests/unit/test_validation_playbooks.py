@@ -61,6 +61,10 @@ def test_inventory_is_written_with_domains(tmp_path: Path) -> None:
         ({"platforms": dict.fromkeys(TRAYS, "gb300")}, "profile 'gb300' is not known; allowed: cpu"),
         ({"platforms": dict.fromkeys(TRAYS, "/site/gone.yaml")}, "host 'd': profile /site/gone.yaml cannot be read"),
         ({"hosts": [], "groups": {}}, "it has no host"),
+        ({"hosts": ["a", "a"]}, "host 'a' is given twice; allowed: each host once"),
+        ({"hosts": ["a b"]}, "host is 'a b'; allowed: 1 to 250 letters, digits"),
+        ({"hosts": ["../a"]}, "host is '../a'; allowed: 1 to 250 letters, digits"),
+        ({"hosts": [["a"]]}, "host is ['a']; allowed: 1 to 250 letters, digits"),
     ],
 )
 def test_unusable_inventory_is_refused_and_leaves_nothing(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
@@ -75,6 +79,35 @@ def test_all_faults_of_an_inventory_are_named_at_once(tmp_path: Path) -> None:
         begin_validation(tmp_path, inventory(platforms={"a": "gb200-nvl72"}, groups={"empty": []}))
     assert [f"host {host!r}" in str(error.value) for host in TRAYS[1:]] == [True] * 3
     assert "group 'empty'" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a,b", "a\n", "../a", ".a", "-a", "a/b", "é", "a" * 251])
+@pytest.mark.parametrize("what", ["host", "host of a job", "job"])
+def test_a_name_that_is_none_is_refused_and_leaves_nothing(tmp_path: Path, what: str, name: str) -> None:
+    job, host = (name, "a") if what == "job" else ("pair", name)
+    words = ["record", "--kind", "pair", "--host", host, "--exit-code", "0", "--", str(tmp_path / "results"), job]
+    if what == "host":
+        words = ["record-node", "--", str(tmp_path / "results"), name]
+    (tmp_path / "results").mkdir()
+    done = CliRunner().invoke(main, ["validation", *words], input="")
+    assert done.exit_code == 2, done.output
+    assert f"{what.split()[0]} is {name!r}; allowed: 1 to 250 letters, digits" in done.stderr
+    assert [path.name for path in tmp_path.rglob("*")] == ["results"]
+
+
+@pytest.mark.parametrize("host", ["a", "gpu_01", "gpu-a01.site.example", "2001:db8::1", "a" * 250])
+def test_names_of_hosts_are_taken(tmp_path: Path, host: str) -> None:
+    done = CliRunner().invoke(main, ["validation", "record-node", str(tmp_path), host], input="")
+    assert done.exit_code == 0, done.output
+    assert [path.name for path in (tmp_path / "nodes").iterdir()] == [f"{host}.json"]
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "0"])
+def test_a_limit_of_time_is_a_number_of_seconds(seconds: str) -> None:
+    done = CliRunner().invoke(main, ["validation", "nic-bandwidth", "--limit-s", seconds])
+    assert done.exit_code == 2
+    assert "'--limit-s'" in done.stderr
+    assert "1<=x<=3600" in done.stderr
 
 
 JOB = ("record", "--kind", "pair", "--host", "a", "--host", "b", "--exit-code", "0", "pair_a_b")

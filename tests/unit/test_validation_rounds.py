@@ -73,6 +73,13 @@ def test_rounds_command() -> None:
     assert json.loads(_run("--json", "--rounds", "2", *names(9)).stdout)["rounds"][1]["bye"] == "worker-5"
 
 
+@pytest.mark.parametrize("host", ["", "a b", "a,b", "(a", "../a"])
+def test_rounds_refuse_what_is_no_host(host: str) -> None:
+    done = _run("b", host)
+    assert done.exit_code == 2
+    assert f"host is {host!r}; allowed: 1 to 250 letters, digits" in done.stderr
+
+
 def test_rounds_refuse_a_host_given_twice_and_no_rounds() -> None:
     done = _run("a", "b", "a")
     assert (done.exit_code, "host 'a' is given twice" in done.stderr) == (2, True)
