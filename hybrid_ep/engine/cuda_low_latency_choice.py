@@ -64,20 +64,13 @@ class LowLatencyChoice(TorchEngine):
             return None
         repeat, use_logfmt, has_hook = kernels.repeat_of_combine(request), request.use_logfmt, request.return_recv_hook
 
-        def combine(
-            data: Tensor,
-            topk_idx: Tensor,
-            topk_weights: Tensor,
-            out: Tensor,
-            wait_stats: Tensor | None,
-            handle: LowLatencyHandle,
-        ) -> Callable[[], None] | None:
-            tensors = data, topk_idx, topk_weights, out
+        def combine(*arguments: Any) -> Callable[[], None] | None:
+            *tensors, wait_stats, handle = arguments
             if not kernels.has_made(handle):
                 again = LowLatencyCombineRequest(*tensors, use_logfmt, wait_stats, None, has_hook)
                 return self.low_latency_combine(again, handle)
             self._calls_kernels = True
-            return repeat(*tensors, wait_stats, handle)
+            return repeat(*arguments)
 
         return combine
 
