@@ -65,8 +65,9 @@ class LowLatencyChoice(TorchEngine):
         repeat, use_logfmt, has_hook = kernels.repeat_of_combine(request), request.use_logfmt, request.return_recv_hook
 
         def combine(*arguments: Any) -> Callable[[], None] | None:
-            *tensors, wait_stats, handle = arguments
+            data, topk_idx, topk_weights, out, wait_stats, handle = arguments
             if not kernels.has_made(handle):
+                tensors = data, topk_idx, topk_weights, out
                 again = LowLatencyCombineRequest(*tensors, use_logfmt, wait_stats, None, has_hook)
                 return self.low_latency_combine(again, handle)
             self._calls_kernels = True
