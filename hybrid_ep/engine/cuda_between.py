@@ -4,7 +4,7 @@ A dispatch sends each token once to each remote domain that needs it. The peer t
 the same way back (docs/internals/between_domains.md). Each is one launch on the current stream. A small launch before a
 dispatch numbers the tokens for each destination. Permuted calls are a dispatch and a permutation by torch. Low-latency
 calls have kernels of their own (cuda_low_latency_between.py), unless HYBRID_EP_LOW_LATENCY_BETWEEN asks for the torch
-engine. Combines are in cuda_between_combine.py.
+engine; cuda_low_latency_choice.py chooses. Combines are in cuda_between_combine.py.
 
 A call with a bound never waits for the device. A call without one waits for the host counts. If a slot of any rank is
 too small, every rank reads that from the same counts. All grow their slots and start again.
