@@ -14,8 +14,7 @@ from tests.battery import hybrid, normal
 from tests.battery.cases import Case
 from tests.emulation.domains import check_in_domains, check_rate
 from tests.multi_gpu import behaviour
-from tests.multi_gpu.beside_torch import check_beside_torch
-from tests.multi_gpu.transports import TRANSPORTS, RunRanks, check_by_puts, needs_nvshmem, ranks_over, variables_of
+from tests.multi_gpu.transports import TRANSPORTS, RunRanks, ranks_over, variables_of
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="no GPU is visible")]
@@ -121,24 +120,3 @@ def test_killed_rank(transport: str) -> None:
         cluster.run(behaviour.make_shared_buffer, timeout_s, limit_s=60)
         os.kill(cluster.process_id(1), signal.SIGKILL)
         cluster.run(behaviour.use_without_peer_between, 1, timeout_s, ranks=[0], limit_s=60)
-
-
-@needs_nvshmem
-@pytest.mark.parametrize("check", CHECKS[:2], ids=lambda check: check.__name__)
-def test_puts_of_nvshmem(check: Callable[..., None]) -> None:
-    """The kernels of `_nvshmem`, as to peers that are not mapped. On one host the calling thread copies: few rows."""
-    case = Case("puts", 2, 40, num_ranks_per_domain=1)
-    with VirtualCluster(2, device="cuda", variables=variables_of("nvshmem"), ranks_share_gpus=NUM_GPUS < 2) as cluster:
-        cluster.run(check_by_puts, check, case, "cuda", limit_s=120)
-
-
-@needs_nvshmem
-@pytest.mark.skipif(
-    NUM_GPUS < 2 and "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" not in os.environ,
-    reason="NVSHMEM makes torch's teams only for one process a GPU, or under MPS",
-)
-@pytest.mark.parametrize("torch_first", [True, False])
-def test_beside_torch(torch_first: bool) -> None:
-    variables = variables_of("nvshmem") | {"HYBRID_EP_NUM_RANKS_PER_DOMAIN": "1"}
-    with VirtualCluster(2, device="cuda", variables=variables, ranks_share_gpus=NUM_GPUS < 2) as cluster:
-        cluster.run(check_beside_torch, torch_first, limit_s=120)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -12,7 +16,16 @@ import torch.distributed as dist
 from hybrid_ep.transport import nvshmem
 from tests.rank_pool import RankPool
 
-__all__ = ["TRANSPORTS", "RunRanks", "check_by_puts", "needs_nvshmem", "ranks_over", "variables_of"]
+__all__ = [
+    "REMOTE_NVSHMEM",
+    "TRANSPORTS",
+    "RunRanks",
+    "build_copy_transport",
+    "check_by_copies",
+    "needs_nvshmem",
+    "ranks_over",
+    "variables_of",
+]
 
 _OBSTACLE = nvshmem.obstacle()[1]
 needs_nvshmem = pytest.mark.skipif(_OBSTACLE is not None, reason=str(_OBSTACLE))
@@ -20,14 +33,48 @@ RunRanks = Callable[..., object]
 TRANSPORTS = ["loopback", "tcp", pytest.param("nvshmem", marks=needs_nvshmem)]
 
 
-def check_by_puts(check: Callable[..., object], *args: object) -> None:
-    """Runs a check in which no peer's window counts as mapped, so that NVSHMEM gets every put."""
+# NVSHMEM maps no peer, and gives every put to a remote transport: the one of `build_copy_transport`, which has the name
+# of this one. The transport shares memory by CUDA IPC, so the heap is one allocation of a fixed size.
+REMOTE_NVSHMEM = {
+    "NVSHMEM_DISABLE_P2P": "1",
+    "NVSHMEM_REMOTE_TRANSPORT": "ucx",
+    "NVSHMEM_DISABLE_CUDA_VMM": "1",
+    "NVSHMEM_SYMMETRIC_SIZE": "2G",
+}
+_LIBRARY = "nvshmem_transport_ucx.so.3"
 
-    def map_own(window: nvshmem.Window, pes: Sequence[int]) -> list[int]:
-        return [window.address if pe == dist.get_rank() else 0 for pe in pes]
 
-    with mock.patch.object(nvshmem.Window, "map_at", map_own):
-        check(*args)
+def build_copy_transport(folder: Path) -> Path:
+    """Builds the remote transport for tests (copy_transport/) and returns its library."""
+    cuda = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
+    sources = Path(__file__).with_name("copy_transport")
+    compile_it = ["g++", "-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", f"-I{cuda}/include"]
+    as_library = ["-shared", "-fPIC", f"-Wl,-soname,{_LIBRARY}"]
+    for name, source, options in (("copy_process", "copy_process", []), (_LIBRARY, "copy_transport", as_library)):
+        files = [f"{sources / source}.cpp", "-o", str(folder / name)]
+        subprocess.run([*compile_it, *options, *files, "-l:libcuda.so.1", "-ldl"], check=True)
+    return folder / _LIBRARY
+
+
+def check_by_copies(library: Path, check: Callable[..., object], *args: object) -> object:
+    """Runs a check that makes a buffer, and holds that its data went through NVSHMEM's remote transport for tests."""
+    transport = ctypes.CDLL(str(library))  # NVSHMEM finds it by its name
+    transport.num_copies.restype = ctypes.c_uint64
+    before = transport.num_copies()
+    map_at = nvshmem.Window.map_at
+    mapped: list[int] = []
+
+    def map_and_note(window: nvshmem.Window, pes: Sequence[int]) -> list[int]:
+        addresses = map_at(window, pes)
+        mapped.extend(address for pe, address in zip(pes, addresses, strict=True) if pe != dist.get_rank())
+        return addresses
+
+    with mock.patch.object(nvshmem.Window, "map_at", map_and_note):
+        result = check(*args)
+    assert mapped, "the check made no buffer"
+    assert not any(mapped), f"NVSHMEM maps the peers' windows at {mapped}"
+    assert transport.num_copies() > before, "NVSHMEM gave its transport nothing to copy"
+    return result
 
 
 def variables_of(transport: str) -> dict[str, str]:
@@ -42,8 +89,13 @@ def variables_of(transport: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def ranks_over(transport: str) -> Iterator[RunRanks]:
-    """Gives `run(num_ranks, function, *args)` on such ranks, which share the GPUs."""
-    pool = RankPool(device="cuda", variables=variables_of(transport), one_at_a_time=True, ranks_share_gpus=True)
+def ranks_over(transport: str, more: dict[str, str] | None = None) -> Iterator[RunRanks]:
+    """Gives `run(num_ranks, function, *args)` on such ranks, which share the GPUs.
+
+    Args:
+        more: variables of the ranks besides those.
+    """
+    variables = variables_of(transport) | (more or {})
+    pool = RankPool(device="cuda", variables=variables, one_at_a_time=True, ranks_share_gpus=True)
     with contextlib.closing(pool):
         yield pool.run

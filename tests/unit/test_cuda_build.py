@@ -140,6 +140,15 @@ def test_a_strict_build_refuses(strict_flags: list[str], tmp_path: Path, source:
     assert said in compiled.stderr
 
 
+@pytest.mark.parametrize("source", ["copy_transport", "copy_process"])
+def test_the_transport_for_tests_compiles(source: str, tmp_path: Path) -> None:
+    """Only tests on GPUs link and run it (tests/multi_gpu/test_nvshmem.py)."""
+    require_programs("nvcc")
+    path = ROOT / "tests" / "multi_gpu" / "copy_transport" / f"{source}.cpp"
+    command = [str(find("nvcc")), "-std=c++17", "-Xcompiler=-Wall,-Wextra,-Werror,-fPIC", "-c", str(path)]
+    subprocess.run([*command, "-o", str(tmp_path / "compiled.o")], check=True)
+
+
 def test_every_launch_goes_through_the_helper() -> None:
     """Behind `<<<>>>` only `cudaGetLastError` tells how the launch went, and older errors of others with it."""
     sources = {path: path.read_text() for path in (CSRC / "kernels").rglob("*.cu")}
