@@ -47,6 +47,7 @@ _MOST_SKEW = 50.0  # above 60, unpopular experts have so few rows that quotients
 @click.option("--seed", default=0, help="Seed of the popular experts.")
 @click.option("--num-sms", default=16, help="SMs of a call, but for low-latency ones.")
 @click.option("--cached", is_flag=True, help="Dispatch with the handle of an earlier dispatch.")
+@click.option("--in-graph", is_flag=True, help="Low-latency calls that follow each other in a CUDA graph.")
 @click.option("--nic", default=_MACHINE.nic_gbits, help="Bandwidth of a rank's NIC in each direction, Gbit/s.")
 @click.option("--nic-latency", default=_MACHINE.nic_latency_us, help="Latency of a small write to the peer, µs.")
 @click.option(
@@ -73,6 +74,7 @@ def model(
     seed: int,
     num_sms: int,
     cached: bool,
+    in_graph: bool,
     nic: float,
     nic_latency: float,
     nvlink: float,
@@ -89,8 +91,6 @@ def model(
     """
     if skew is not None and routing != "skewed":
         raise ConfigError(f"skew is {skew:g} with routing {routing}; allowed: with --routing skewed")
-    if cached and mode == "low-latency":
-        raise ConfigError("cached is given with mode low-latency; allowed: with --mode normal or permute")
     if skew is not None:
         require_number("skew", skew, minimum=0, maximum=_MOST_SKEW)
     if tokens is not None:
@@ -109,7 +109,7 @@ def model(
         exponent=ZIPF_EXPONENT if skew is None else skew / SKEWS_PER_EXPONENT,
     )
     machine = Machine(nic_gbits=nic, nic_latency_us=nic_latency, nvlink=nvlink)
-    question = Question(workload, domains, ranks_per_domain, mode, num_sms, cached, machine)
+    question = Question(workload, domains, ranks_per_domain, mode, num_sms, cached, in_graph, machine)
     if straggler != 1 and not simulate:
         raise ConfigError(f"straggler is {straggler:g} without a simulation; allowed: with --simulate")
     report = answer(question, num_simulations=simulate, seed=seed, straggler=straggler)

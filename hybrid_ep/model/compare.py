@@ -28,7 +28,6 @@ _COMPARED = {
         "combine: graph of 20",
     ),
 }
-_IN_A_ROW = ": graph of 20"
 _DEFAULT_SMS = 16
 
 
@@ -53,11 +52,6 @@ class Comparison:
     operation: str
     measured_us: float
     model_us: float
-
-    @property
-    def is_in_a_row(self) -> bool:
-        """Whether 20 calls ran in one graph, each in the caches of the one before and beside its end."""
-        return self.operation.endswith(_IN_A_ROW)
 
     @property
     def error(self) -> float:
@@ -87,10 +81,9 @@ def _compare(source: str, report: dict[str, Any]) -> list[Comparison]:
                 plan["mode"],
                 num_sms or _DEFAULT_SMS,
                 is_cached=name.endswith("cached"),
+                in_graph=name.endswith("graph of 20"),
             )
             prediction = predict(asked)[name.startswith("combine")]
-            # In a row, calls have no launch of their own.
-            launch_us = prediction.fixed["launch"] if name.endswith(_IN_A_ROW) else 0.0
             found.append(
                 Comparison(
                     source,
@@ -102,7 +95,7 @@ def _compare(source: str, report: dict[str, Any]) -> list[Comparison]:
                     num_sms,
                     name,
                     operation["median_us"],
-                    prediction.total_us - launch_us,
+                    prediction.total_us,
                 )
             )
     return found

@@ -15,6 +15,8 @@ from hybrid_ep.report.charts import GREY, INK, PALETTE, new_figure, theme, to_pn
 __all__ = ["draw"]
 
 _SHOWN = ("NVLink out", "network out", "SMs", "messages", "credits", "local memory")
+_COLOURS = dict(zip(_SHOWN, PALETTE, strict=True))
+_COLOURS["cast"] = _COLOURS["SMs"]  # no call has both
 
 
 def draw(report: ModelReport, form: str) -> bytes:
@@ -50,7 +52,7 @@ def _draw_call(axis: Any, sweep: list[SweepPoint], call: str) -> None:
     axis.plot(numbers, [one.total_us / 1e3 for one in calls], color=INK, marker="o", linewidth=2.5, label="whole call")
     fixed = [sum(one.fixed.values()) / 1e3 for one in calls]
     axis.plot(numbers, fixed, color=GREY, linewidth=2, label="fixed time")
-    for name, colour in zip(_SHOWN, PALETTE, strict=True):
+    for name, colour in _COLOURS.items():
         points = [(n, one.rows[name] / 1e3) for n, one in zip(numbers, calls, strict=True) if name in one.rows]
         if points:
             axis.plot(*zip(*points, strict=True), color=colour, linewidth=2, label=name)

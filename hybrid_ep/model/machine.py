@@ -1,7 +1,7 @@
 """The model's constants of the hardware. Each has one meaning and one source, and is the same for every call.
 
 Constants that are marked `2 GPUs` were fitted once to all device times of benchmarks/results/*_2gpu.json, without those
-of 4 and 8 GPUs. docs/measured/model.md has the errors.
+of 4 and 8 GPUs. Those of low-latency calls were fitted to all low-latency calls. docs/measured/model.md has the errors.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field, fields
 from hybrid_ep.core.checks import require
 
 __all__ = ["Machine"]
+
+_LOW_LATENCY = "low-latency calls on 2, 4 and 8 GPUs"
 
 
 def _constant(value: float, source: str) -> float:
@@ -30,12 +32,15 @@ class Machine:
         warp_sum: rows that a warp of combine takes in, between domains.
         part_us: for such a warp to claim a part of a chunk, and to see its sums written.
         local_copy: rows of a low-latency call that a GPU copies or sums in its own memory.
+        cast: BF16 rows that a GPU casts to FP8 in a low-latency dispatch.
         launch_us: an empty kernel, by the timer of `hybrid-ep bench`.
+        graph_launch_us: from the end of a call in a CUDA graph to the begin of the next.
         dispatch_us: of a dispatch, beside rows and ranks: counts, offsets, first and last row.
         cached_us: the same with the route of an earlier one.
         combine_us: of a combine: readiness, first and last row.
         low_latency_dispatch_us, low_latency_combine_us: the same of the low-latency calls.
         rank_us: for each rank of the domain that is signalled and waited for.
+        graph_rank_us: the same of calls that follow each other in a CUDA graph.
         nic_gbits: of a rank's network port, Gbit/s, in each direction.
         nic_efficiency: share of it that chunks reach.
         nic_latency_us: from a posted write to its flag at the peer, without the bytes.
@@ -53,14 +58,17 @@ class Machine:
     sm_sum: float = _constant(62.0, "2 GPUs")
     warp_sum: float = _constant(3.45, "a combine of 2 × 1 H100 without a limit; docs/measured/h100.md")
     part_us: float = _constant(2.0, "2 × 2 H100 without a limit: parts and whole chunks; docs/design/cuda_engine.md")
-    local_copy: float = _constant(2250.0, "2 GPUs")
+    local_copy: float = _constant(2500.0, _LOW_LATENCY)
+    cast: float = _constant(1200.0, _LOW_LATENCY)
     launch_us: float = _constant(5.2, "timer_floor_us of benchmarks/results")
+    graph_launch_us: float = _constant(0.3, _LOW_LATENCY)
     dispatch_us: float = _constant(14.0, "2 GPUs; time stamps in docs/measured/cuda_engine.md: 11.5 + 3.3")
     cached_us: float = _constant(6.5, "2 GPUs")
     combine_us: float = _constant(23.0, "2 GPUs")
-    low_latency_dispatch_us: float = _constant(6.5, "2 GPUs")
-    low_latency_combine_us: float = _constant(7.0, "2 GPUs")
+    low_latency_dispatch_us: float = _constant(6.5, _LOW_LATENCY)
+    low_latency_combine_us: float = _constant(7.0, _LOW_LATENCY)
     rank_us: float = _constant(0.6, "low-latency calls of 1 token on 2, 4 and 8 GPUs")
+    graph_rank_us: float = _constant(0.3, _LOW_LATENCY)
     nic_gbits: float = _constant(400.0, "the asker")
     nic_efficiency: float = _constant(0.98, "computed: 82 bytes of RoCE v2 headers for each 4,096")
     nic_latency_us: float = _constant(2.0, "the asker")

@@ -5,7 +5,7 @@
                       credits) + last chunk read
 
 A permuted dispatch copies its rows afterwards, and a combine sums copies meanwhile: `local memory`.
-Low-latency calls do one thing after the other: rows cross, then they are copied or summed.
+Low-latency calls do one thing after the other: rows are cast, cross, and are copied or summed.
 """
 
 from __future__ import annotations
@@ -114,10 +114,14 @@ def _normal(question: Question, rows: Rows, call: str) -> Prediction:
 def _low_latency(question: Question, rows: Rows, call: str) -> Prediction:
     machine, traffic = question.machine, traffic_of(question, rows, call)
     own_us = machine.low_latency_dispatch_us if call == "dispatch" else machine.low_latency_combine_us
-    fixed = {"launch": machine.launch_us, "ranks": own_us + machine.rank_us * question.num_ranks_per_domain}
+    launch_us, rank_us = machine.launch_us, machine.rank_us
+    if question.in_graph:
+        launch_us, rank_us = machine.graph_launch_us, machine.graph_rank_us
+    fixed = {"launch": launch_us, "ranks": own_us + rank_us * question.num_ranks_per_domain}
     nvlink = _nvlink(machine, traffic)
     slower = max(nvlink, key=nvlink.__getitem__)
-    hops = {slower: nvlink[slower], "local memory": traffic.copied / (machine.local_copy * _KB_US)}
+    hops = {"cast": traffic.cast / (machine.cast * _KB_US)} if traffic.cast > 0 else {}
+    hops |= {slower: nvlink[slower], "local memory": traffic.copied / (machine.local_copy * _KB_US)}
     if question.num_domains > 1:
         network = _network(machine, traffic)
         slower = max(network, key=network.__getitem__)

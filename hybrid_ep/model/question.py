@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from hybrid_ep.core.checks import require, require_int
+from hybrid_ep.errors import ConfigError
 from hybrid_ep.model.machine import Machine
 from hybrid_ep.testing.workload import Workload
 
@@ -26,6 +27,7 @@ class Question:
         mode: ``normal``, ``permute`` (rows grouped by expert) or ``low-latency``.
         num_sms: of a normal call.
         is_cached: whether the dispatch repeats the route of an earlier one.
+        in_graph: whether low-latency calls follow each other in a CUDA graph, as the layers of a decoder.
         machine: the hardware.
 
     Raises:
@@ -38,6 +40,7 @@ class Question:
     mode: str = "normal"
     num_sms: int = 16
     is_cached: bool = False
+    in_graph: bool = False
     machine: Machine = field(default_factory=Machine)
 
     def __post_init__(self) -> None:
@@ -46,6 +49,10 @@ class Question:
         require_int("domains × ranks-per-domain", self.num_ranks, minimum=1, maximum=_MOST_RANKS)
         require(self.mode in MODES, "mode", self.mode, ", ".join(MODES))
         require_int("num-sms", self.num_sms, minimum=1)
+        if self.in_graph and self.mode != "low-latency":
+            raise ConfigError(f"in-graph is given with mode {self.mode}; allowed: with mode low-latency")
+        if self.is_cached and self.mode == "low-latency":
+            raise ConfigError("cached is given with mode low-latency; allowed: with mode normal or permute")
         require_int("tokens", self.workload.num_tokens, minimum=1)
         require_int("hidden", self.workload.hidden, minimum=1, maximum=_MOST_HIDDEN)
         require_int(

@@ -112,6 +112,7 @@ class CallTraffic:
         in_flight: bytes to one peer that need no further credit.
         to_peer: bytes of records to the peer that gets most.
         copied: bytes that low-latency and permuted calls write or sum in local memory, at the most loaded rank.
+        cast: bytes of BF16 rows that a low-latency dispatch casts.
     """
 
     hops: dict[str, Hop]
@@ -126,6 +127,7 @@ class CallTraffic:
     in_flight: int
     to_peer: float
     copied: float
+    cast: int
 
 
 def expected_rows(question: Question) -> Rows:
@@ -213,6 +215,7 @@ def traffic_of(question: Question, rows: Rows, call: str) -> CallTraffic:
         in_flight=in_flight,
         to_peer=to_peer,
         copied=float(copied.max()) * row_bytes,
+        cast=workload.num_tokens * workload.combine_row_bytes if low_latency and scales > 0 else 0,
     )
 
 

@@ -33,8 +33,8 @@ RESULTS, KERNELS = ROOT / "benchmarks" / "results", ROOT / "csrc" / "kernels"
 
 # What docs/measured/model.md says is not within 15 %, by (ranks, mode, dtype, tokens, call): and by how much, in %.
 BEYOND = {
-    (2, "low-latency", "fp8", 512, "dispatch: graph"): -17,
-    (2, "permute", "fp8", 4096, "dispatch"): -20,
+    (2, "low-latency", "bf16", 512, "dispatch: graph of 20"): -16,
+    (2, "permute", "fp8", 4096, "dispatch"): -24,
     (4, "normal", "fp8", 256, "dispatch: cached"): -16,
     (8, "normal", "bf16", 256, "dispatch: cached"): -17,
     (8, "normal", "fp8", 256, "dispatch: cached"): -19,
@@ -107,12 +107,11 @@ def test_the_model_is_within_15_percent_of_what_was_measured() -> None:
     beyond = {
         (one.num_ranks, one.mode, one.dtype, one.num_tokens, one.operation): round(100 * one.error)
         for one in found
-        if abs(one.error) > 0.15 and not one.is_in_a_row
+        if abs(one.error) > 0.15
     }
     assert beyond == BEYOND
     for num_ranks in (2, 4, 8):
-        assert np.mean([abs(one.error) for one in found if one.num_ranks == num_ranks and not one.is_in_a_row]) < 0.06
-    assert max(abs(one.error) for one in found if one.is_in_a_row) < 0.3
+        assert np.mean([abs(one.error) for one in found if one.num_ranks == num_ranks]) < 0.06
 
 
 @pytest.mark.parametrize("run", PACED, ids=lambda run: f"{run.num_domains}x{run.size}-{run.gbytes_per_s}")
@@ -135,6 +134,18 @@ def test_warps_are_those_of_the_kernels() -> None:
     assert found["combine_between/combine_between.cu", "kSumWarps"] == warps.DOMAIN_WARPS + warps.HOME_WARPS
     records = (KERNELS / "between/records.cuh").read_text()
     assert f"kRowsOfPart = {warps.RECORDS_OF_PART};" in records
+
+
+def test_low_latency_calls_in_a_graph_begin_sooner_and_fp8_rows_are_cast() -> None:
+    machine, alone = Machine(), predict(question(1, 8, "low-latency", num_tokens=128))
+    asked = question(1, 8, "low-latency", num_tokens=128)
+    saved = machine.launch_us - machine.graph_launch_us + 8 * (machine.rank_us - machine.graph_rank_us)
+    for call, in_graph in zip(alone, predict(replace(asked, in_graph=True)), strict=True):
+        assert call.total_us - in_graph.total_us == pytest.approx(saved)
+    fp8, combine = predict(replace(asked, workload=replace(asked.workload, dtype="fp8")))
+    assert fp8.rows["cast"] == pytest.approx(128 * 7168 * 2 / (machine.cast * 1e3))
+    assert "cast" not in alone[0].rows
+    assert "cast" not in combine.rows
 
 
 def test_permuted_calls_copy_rows_of_experts_on_one_rank() -> None:
@@ -261,7 +272,8 @@ def test_pictures(tmp_path: Path) -> None:
         (("--seed", -1), "seed is -1; allowed: an integer ≥ 0"),
         (("--simulate", 1, "--seed", -1), "seed is -1; allowed: an integer ≥ 0"),
         (("--seed", 2**63), f"seed is {2**63}; allowed: an integer from 0 to {2**31 - 1}"),
-        (("--mode", "low-latency", "--cached"), "cached is given with mode low-latency; allowed: with --mode normal"),
+        (("--mode", "low-latency", "--cached"), "cached is given with mode low-latency; allowed: with mode normal"),
+        (("--in-graph",), "in-graph is given with mode normal; allowed: with mode low-latency"),
         (
             ("--domains", 512, "--ranks-per-domain", 32),
             "domains × ranks-per-domain is 16384; allowed: an integer from 1 to 8192",
