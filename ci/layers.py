@@ -45,7 +45,7 @@ COLOURS = ["#332288", "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#5
 
 
 def room_of_module(name: str) -> str:
-    """`hybrid_ep.engine.hop` → `engine`; `hybrid_ep.errors` → `errors`; a public name of `hybrid_ep` → `buffers`."""
+    """`hybrid_ep.engine.select` → `engine`; `hybrid_ep.errors` → `errors`; a public name of `hybrid_ep` → `buffers`."""
     top = (*name.split("."), "")[1]
     package = ROOT / "hybrid_ep"
     is_component = top.startswith("_") or (package / top).is_dir() or (package / f"{top}.py").is_file()

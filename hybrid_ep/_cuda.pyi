@@ -24,8 +24,8 @@ from hybrid_ep._C import low_latency_region_bytes as low_latency_region_bytes
 from hybrid_ep._C import nvshmem_proxy as nvshmem_proxy
 from hybrid_ep._C import tcp_proxy as tcp_proxy
 from hybrid_ep._C import verbs_proxy as verbs_proxy
-from hybrid_ep.engine.cuda_plan import CombineShape as PlannedCombine
-from hybrid_ep.engine.cuda_plan import DispatchShape as PlannedShape
+from hybrid_ep.engine.cuda.plan import CombineShape as PlannedCombine
+from hybrid_ep.engine.cuda.plan import DispatchShape as PlannedShape
 
 version: str
 control_bytes: int

@@ -39,7 +39,7 @@ struct ExpertRange {
   int first, end;
 };
 
-// A dispatch as the engine asks for it. DispatchShape in hybrid_ep/engine/cuda_plan.py has the same fields, and says
+// A dispatch as the engine asks for it. DispatchShape in hybrid_ep/engine/cuda/plan.py has the same fields, and says
 // what they are. Types of elements are numbered as hybrid_ep/engine/agreement.py does it.
 struct DispatchRequest {
   int num_tokens, hidden, dtype;
@@ -124,7 +124,7 @@ struct DuplicateTensors {
   uint32_t* scales;
 };
 
-// A combine, inside a domain or between domains. CombineShape in hybrid_ep/engine/cuda_plan.py has the same fields, and
+// A combine, inside a domain or between domains. CombineShape in hybrid_ep/engine/cuda/plan.py has the same fields, and
 // says what they are.
 struct CombinePlan {
   RowWidths widths;

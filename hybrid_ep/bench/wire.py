@@ -22,9 +22,9 @@ from hybrid_ep.bench.plan import CALLS, BenchPlan, Candidate
 from hybrid_ep.bench.rows import RowCounts, count_rows, owners
 from hybrid_ep.bench.timing import Times, time_calls
 from hybrid_ep.core.layout import first_occurrence
+from hybrid_ep.engine.cuda.symmetric import SymmetricMemory
 from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.engine.select import choose_engine
-from hybrid_ep.engine.symmetric import SymmetricMemory
 from hybrid_ep.errors import TopologyError
 from hybrid_ep.testing.workload import make_routing
 

@@ -1,0 +1,1 @@
+"""The engines, which move the tokens of all buffers: `cuda` and `torch`."""

@@ -18,7 +18,7 @@ from hybrid_ep.core.checks import require_seconds
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.host import host_name
 from hybrid_ep.engine.base import Engine
-from hybrid_ep.engine.torch_engine import TorchEngine
+from hybrid_ep.engine.torch.engine import TorchEngine
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.transport.choice import TransportState, agree_on_transport, survey
 
@@ -105,11 +105,11 @@ def make_engine(
     if choice.name == "torch":
         return TorchEngine(group, grid, timeout_s, number)
     if grid.num_domains > 1:
-        from hybrid_ep.engine.cuda_between import CudaBetween
+        from hybrid_ep.engine.cuda.between import CudaBetween
 
         assert group is not None
         return CudaBetween(group, grid, timeout_s, number)
-    from hybrid_ep.engine.cuda_engine import CudaEngine
+    from hybrid_ep.engine.cuda.engine import CudaEngine
 
     return CudaEngine(group, grid, timeout_s, number)
 
@@ -245,7 +245,7 @@ def _choose(choices: list[Choice], votes: Sequence[_Vote], grid: RankGrid, asked
 
 def _choose_between(votes: Sequence[_Vote], grid: RankGrid) -> Choice:
     """Chooses the engine of several domains: cuda if a transport joins them."""
-    from hybrid_ep.engine.cuda_between import refusal_of_grid
+    from hybrid_ep.engine.cuda.between import refusal_of_grid
 
     _require_same_transport(votes)
     transport = votes[0].transport

@@ -177,7 +177,7 @@ def check_bound(case: Case, device: str = "cpu") -> None:
 
 def check_repeated(case: Case, device: str = "cpu") -> None:
     """Dispatches that are one call of C++ give what steps do, for other values, and with more results than slots."""
-    from hybrid_ep.engine.cuda_engine import CudaEngine
+    from hybrid_ep.engine.cuda.engine import CudaEngine
 
     rank = dist.get_rank()
     inputs = on(device, case.inputs(rank))

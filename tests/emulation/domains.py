@@ -76,7 +76,7 @@ def _num_by_kernels(check: str, *args: Any, asked: str | None = None) -> int:
     Args:
         asked: HYBRID_EP_LOW_LATENCY_BETWEEN; None = it is not set.
     """
-    from hybrid_ep.engine.cuda_low_latency_between import LowLatencyBetween
+    from hybrid_ep.engine.cuda.low_latency_between import LowLatencyBetween
 
     name_of_choice = "HYBRID_EP_LOW_LATENCY_BETWEEN"
     module, name = check.rsplit(".", 1)
@@ -191,7 +191,7 @@ def check_missing_signal(timeout_s: float, device: str = "cpu") -> None:
 
 def check_auto() -> None:
     """`auto` takes the kernels between domains, and says what joins them."""
-    from hybrid_ep.engine.cuda_between import CudaBetween
+    from hybrid_ep.engine.cuda.between import CudaBetween
 
     engine = make_engine(dist.group.WORLD, num_ranks_per_domain=1, asked="auto")
     assert isinstance(engine, CudaBetween)
@@ -231,12 +231,12 @@ def check_sums_in_other_orders(timeout_s: float) -> None:
 
 def check_scratch_of_combine(case: Case, num_tensors: int) -> None:
     """A combine makes so many tensors of a row for each token: its output, and scratch for sums over a domain."""
-    from hybrid_ep.engine import cuda_between_combine
+    from hybrid_ep.engine.cuda import between_combine
 
     inputs = case.inputs(dist.get_rank())
     with make_buffer(case) as buffer:
         recv, *_, handle, _ = dispatch(buffer, case, inputs)
-        with mock.patch.object(cuda_between_combine.torch, "empty", side_effect=torch.empty) as made:
+        with mock.patch.object(between_combine.torch, "empty", side_effect=torch.empty) as made:
             buffer.combine(recv, handle)
     assert len([call for call in made.call_args_list if case.hidden in call.args]) == num_tensors
 

@@ -52,30 +52,30 @@ def install(module_path: str) -> None:
     for name, fake in fakes.items():
         setattr(torch.cuda, name, fake)
 
-    from hybrid_ep.engine import (
+    from hybrid_ep.engine import select
+    from hybrid_ep.engine.cuda import (
         arena,
-        cuda_between,
-        cuda_engine,
-        cuda_experts,
-        cuda_low_latency,
-        cuda_low_latency_between,
-        cuda_low_latency_faults,
-        cuda_low_latency_masks,
-        cuda_order,
-        cuda_route,
-        select,
+        between,
+        engine,
+        experts,
+        low_latency,
+        low_latency_between,
+        low_latency_faults,
+        low_latency_masks,
+        order,
+        route,
         symmetric,
     )
 
     select._cuda_obstacle = lambda: None
     nvshmem._native = lru_cache(1)(lambda: _load("_nvshmem", _beside(module_path)))
     choice._nvshmem_state = lambda: TransportState("nvshmem", True, None, "", dist.get_world_size())
-    for module in (arena, cuda_between, cuda_order, cuda_route):
+    for module in (arena, between, order, route):
         module.current_raw_stream = lambda _: 0
-    of_low_latency = (cuda_low_latency, cuda_low_latency_between, cuda_low_latency_faults, cuda_low_latency_masks)
-    for module in (arena, cuda_between, cuda_engine, cuda_experts, *of_low_latency, cuda_order):
+    of_low_latency = (low_latency, low_latency_between, low_latency_faults, low_latency_masks)
+    for module in (arena, between, engine, experts, *of_low_latency, order):
         module.is_capturing = lambda _: False
-    cuda_engine.torch = cuda_between.torch = cuda_experts.torch = _TorchOnCpu("torch on the CPU")
+    engine.torch = between.torch = experts.torch = _TorchOnCpu("torch on the CPU")
     symmetric.SymmetricMemory._map = staticmethod(_map)
 
 
@@ -116,7 +116,7 @@ class _TorchOnCpu(ModuleType):
 
 def _map(num_bytes: int, roll_call: Any, device: torch.device) -> Any:
     """Memory of files that every rank maps."""
-    from hybrid_ep.engine.symmetric import SymmetricMemory
+    from hybrid_ep.engine.cuda.symmetric import SymmetricMemory
 
     file, path = tempfile.mkstemp(dir="/dev/shm", prefix="hybrid_ep_emulation_")
     os.ftruncate(file, num_bytes)

@@ -22,15 +22,15 @@ __all__ = ["check_lost_chunks", "check_on_slow_link"]
 def _faults(seed: int, max_delay_us: int = 0, lost_fraction: float = 0.0) -> Iterator[None]:
     """Links that are opened inside misbehave, each in its own way."""
     from hybrid_ep import _cuda
-    from hybrid_ep.engine import cuda_between
+    from hybrid_ep.engine.cuda import between
 
     faults = _cuda.Faults(seed=100 * seed + dist.get_rank(), max_delay_us=max_delay_us, lost_fraction=lost_fraction)
-    opened = cuda_between.open_link
-    cuda_between.open_link = functools.partial(opened, faults=faults)
+    opened = between.open_link
+    between.open_link = functools.partial(opened, faults=faults)
     try:
         yield
     finally:
-        cuda_between.open_link = opened
+        between.open_link = opened
 
 
 def check_on_slow_link(check: str, seed: int, *args: Any) -> None:

@@ -69,22 +69,22 @@ def check_past_the_last_number() -> None:
 
 def check_low_latency_past_the_last_number() -> None:
     """The buffers of low-latency calls begin there, whatever makes them."""
-    from hybrid_ep.engine import cuda_low_latency
-    from hybrid_ep.engine.symmetric import SymmetricMemory
+    from hybrid_ep.engine.cuda import low_latency
+    from hybrid_ep.engine.cuda.symmetric import SymmetricMemory
 
     allocate = SymmetricMemory.allocate
 
     def late(*args: Any) -> SymmetricMemory:
         memory = allocate(*args)
         # A buffer of two serves every second call: two of its calls pass the last number.
-        cuda_low_latency.set_last_call(memory.local, (1 << 32) - 2)
+        low_latency.set_last_call(memory.local, (1 << 32) - 2)
         import torch.distributed as dist
 
         dist.barrier()
         return memory
 
     case = Case("late", 2, 40, hidden=256, topk=4, num_experts=8)
-    with mock.patch.object(cuda_low_latency.SymmetricMemory, "allocate", late):
+    with mock.patch.object(low_latency.SymmetricMemory, "allocate", late):
         check_low_latency(case, "bf16")
         for _ in range(3):
             check_mixed_hooks(case)
@@ -94,8 +94,8 @@ def check_low_latency_between_past_the_last_number() -> None:
     """The same between domains."""
     import torch.distributed as dist
 
-    from hybrid_ep.engine.cuda_low_latency_between import LowLatencyBetween
-    from hybrid_ep.engine.cuda_low_latency_region import Region, set_last_call
+    from hybrid_ep.engine.cuda.low_latency_between import LowLatencyBetween
+    from hybrid_ep.engine.cuda.low_latency_region import Region, set_last_call
 
     make_region = LowLatencyBetween._make_region
 

@@ -22,7 +22,7 @@ __all__ = ["check_memory_of_a_graph", "check_too_small_for_sums", "check_with_sm
 
 def check_with_small_slots(function: str, *args: Any) -> None:
     """Runs a function of tests/, as ``multi_gpu.capacity.check_growth``."""
-    from hybrid_ep.engine import arena
+    from hybrid_ep.engine.cuda import arena
 
     module, name = function.rsplit(".", 1)
     with mock.patch.object(arena, "_INITIAL_SLOT_BYTES", 1):
@@ -31,7 +31,7 @@ def check_with_small_slots(function: str, *args: Any) -> None:
 
 def check_memory_of_a_graph(num_ranks_per_domain: int) -> None:
     """One rank calls with the memory from before it grew, as a replayed graph does: all are told, and none sends."""
-    from hybrid_ep.engine import arena
+    from hybrid_ep.engine.cuda import arena
 
     rank, num_ranks, told = dist.get_rank(), dist.get_world_size(), "^number of the memory for rows "
     small = Case("small", num_ranks, 20, hidden=128, num_ranks_per_domain=num_ranks_per_domain)
@@ -78,7 +78,7 @@ def check_too_small_for_sums() -> None:
 
     Three ranks in each of two domains. Tokens of the first rank go to both others of its domain.
     """
-    from hybrid_ep.engine import arena
+    from hybrid_ep.engine.cuda import arena
 
     rank, hidden, num_tokens = dist.get_rank(), 8192, 100
     case = Case("sums", 6, (num_tokens, 0, 0, 0, 0, 0), hidden=hidden, topk=2, num_experts=6, num_ranks_per_domain=3)

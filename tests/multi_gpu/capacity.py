@@ -16,7 +16,7 @@ from tests.multi_gpu.behaviour import draw, make_buffer, make_hybrid_buffer, rou
 from tests.multi_gpu.random_routings import check_received, check_returned, dispatch, draw_tokens
 
 if TYPE_CHECKING:  # it needs the extension, and this file is read where it is not built too
-    from hybrid_ep.engine.arena import Arena
+    from hybrid_ep.engine.cuda.arena import Arena
 
 __all__ = [
     "check_exact_counts",
@@ -157,7 +157,7 @@ def check_pool_grows() -> None:
 
 def check_full_memory() -> None:
     """A pool that finds no memory to grow is asked once: later results are copies, and no call asks again."""
-    from hybrid_ep.engine import arena as arena_module
+    from hybrid_ep.engine.cuda import arena as arena_module
 
     rank = dist.get_rank()
     with make_buffer() as buffer:

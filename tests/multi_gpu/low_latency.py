@@ -17,7 +17,7 @@ import hybrid_ep
 from hybrid_ep import env
 from hybrid_ep.core.quantize import cast_from_fp8, cast_to_fp8
 from hybrid_ep.engine.calls import MIN_TOKENS_TO_SUM
-from hybrid_ep.engine.cuda_order import LaunchOrder
+from hybrid_ep.engine.cuda.order import LaunchOrder
 from tests.battery.normal import equal
 from tests.multi_gpu.random_routings import Tokens, draw_tokens
 

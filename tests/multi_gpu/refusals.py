@@ -281,8 +281,9 @@ def _failing(target: Any, name: str) -> Iterator[None]:
 
 def check_errors_keep_no_slot() -> None:
     """Whatever fails between taking a slot and handing it out, on all ranks: the slot is free again."""
-    from hybrid_ep.engine import arena as arena_module
-    from hybrid_ep.engine import cuda_between, cuda_engine
+    from hybrid_ep.engine.cuda import arena as arena_module
+    from hybrid_ep.engine.cuda import between
+    from hybrid_ep.engine.cuda import engine as engine_module
 
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     sent = draw_tokens(0, [12] * num_ranks, 128, 2, 2 * num_ranks)
@@ -304,16 +305,16 @@ def check_errors_keep_no_slot() -> None:
         if engine.grid.num_domains > 1:
             points += [
                 (engine, "_between"),
-                (cuda_between.BetweenRoute, "rank_prefix_matrix"),
+                (between.BetweenRoute, "rank_prefix_matrix"),
                 (arena_module.SlotLease, "output_between"),
-                (cuda_between, "aligned_rows"),
+                (between, "aligned_rows"),
             ]
         else:
             points += [
                 (engine, "_spread"),
                 (engine, "_results"),
                 (arena_module.SlotLease, "output"),
-                (cuda_engine, "aligned_rows"),
+                (engine_module, "aligned_rows"),
             ]
         for target, name in points:
             for call in calls:

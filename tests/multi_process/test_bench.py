@@ -28,7 +28,7 @@ from hybrid_ep.bench.plan import CALLS, BenchPlan, Candidate
 from hybrid_ep.bench.timing import time_host
 from hybrid_ep.bench.wire import RankWire
 from hybrid_ep.cli import main
-from hybrid_ep.engine.symmetric import SymmetricMemory
+from hybrid_ep.engine.cuda.symmetric import SymmetricMemory
 from hybrid_ep.testing.workload import Workload, make_batch, make_routing
 from tests.conftest import RunRanks
 

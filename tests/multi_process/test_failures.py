@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from hybrid_ep import Buffer, TimeoutError, TransportError
 from hybrid_ep.core.geometry import RankGrid
-from hybrid_ep.engine.torch_engine import TorchEngine
+from hybrid_ep.engine.torch.engine import TorchEngine
 from hybrid_ep.testing.cluster import RankError, VirtualCluster
 from tests.battery import low_latency, normal
 from tests.battery.cases import Case

@@ -13,8 +13,8 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 import hybrid_ep
+from hybrid_ep.engine.cuda.symmetric import SymmetricMemory
 from hybrid_ep.engine.roll_call import RollCall, roll_call_among
-from hybrid_ep.engine.symmetric import SymmetricMemory
 from hybrid_ep.testing.cluster import VirtualCluster
 
 NUM_RANKS = 3

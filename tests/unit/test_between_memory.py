@@ -78,7 +78,7 @@ def test_a_handle_at_2048_ranks_has_no_cell_for_each_token_and_rank() -> None:
 
 @pytest.mark.parametrize("grid", [(65, 1), (2, 73), (64, 33)])
 def test_grids_that_are_too_large_are_refused_before_anything_is_made(grid: tuple[int, int]) -> None:
-    from hybrid_ep.engine.cuda_between import CudaBetween
+    from hybrid_ep.engine.cuda.between import CudaBetween
 
     num_domains, size = grid
     with pytest.raises(

@@ -15,8 +15,8 @@ from hybrid_ep.core import streams
 from hybrid_ep.core.event import EventHandle, EventOverlap
 
 pytest.importorskip("hybrid_ep._cuda")
-from hybrid_ep.engine import cuda_order
-from hybrid_ep.engine.cuda_order import LaunchOrder
+from hybrid_ep.engine.cuda import order as order_module
+from hybrid_ep.engine.cuda.order import LaunchOrder
 
 INDEX = 0
 
@@ -58,12 +58,12 @@ class Device:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     made = Device()
-    monkeypatch.setattr(cuda_order, "current_raw_stream", lambda index: made.current.cuda_stream)
-    monkeypatch.setattr(cuda_order, "is_capturing", lambda index: made.current.cuda_stream in made.captured)
+    monkeypatch.setattr(order_module, "current_raw_stream", lambda index: made.current.cuda_stream)
+    monkeypatch.setattr(order_module, "is_capturing", lambda index: made.current.cuda_stream in made.captured)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: made.current)
     monkeypatch.setattr(torch.cuda, "stream", made.on)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(cuda_order, "_last_low_latency", {})
+    monkeypatch.setattr(order_module, "_last_low_latency", {})
     return made
 
 

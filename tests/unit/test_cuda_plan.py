@@ -14,7 +14,7 @@ from hybrid_ep.engine.calls import MIN_TOKENS_TO_SUM, NO_SUMS
 
 pytest.importorskip("hybrid_ep._cuda")
 from hybrid_ep import _cuda
-from hybrid_ep.engine.cuda_plan import (
+from hybrid_ep.engine.cuda.plan import (
     CombineShape,
     DispatchShape,
     plan_combine,
@@ -142,7 +142,7 @@ def test_the_size_hint_of_low_latency_calls_suffices(
 
 
 def test_the_most_tokens_of_a_low_latency_call() -> None:
-    from hybrid_ep.engine.cuda_plan import plan_low_latency
+    from hybrid_ep.engine.cuda.plan import plan_low_latency
 
     assert plan_low_latency(2, 8, 4, 128, 65535, None).packed.rows == (4, 131070, 128)
     with pytest.raises(ConfigError, match=r"per_rank is 65536; allowed .*: ≤ 65535"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("hybrid_ep._cuda")
-from hybrid_ep.engine.cuda_route import Chunk, RouteMemory
+from hybrid_ep.engine.cuda.route import Chunk, RouteMemory
 
 CPU = torch.device("cpu")
 

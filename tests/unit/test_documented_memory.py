@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("hybrid_ep._cuda")
 from hybrid_ep import _cuda
-from hybrid_ep.engine.cuda_plan import plan_dispatch
+from hybrid_ep.engine.cuda.plan import plan_dispatch
 from tests.unit.test_cuda_plan import NUM_RANKS, SHAPE, E, K
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

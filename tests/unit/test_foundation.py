@@ -20,8 +20,8 @@ from hybrid_ep import _C, Config, ConfigError, EventOverlap, TopologyError, env,
 from hybrid_ep.core import checks
 from hybrid_ep.core.checks import Passed, traits
 from hybrid_ep.core.geometry import RankGrid
-from hybrid_ep.engine.records import RecordFormat
 from hybrid_ep.engine.select import choose_engine
+from hybrid_ep.engine.torch.records import RecordFormat
 
 ROOT = Path(hybrid_ep.__file__).parent
 

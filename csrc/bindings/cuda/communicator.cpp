@@ -13,7 +13,7 @@ namespace hybrid_ep::bindings {
 namespace py = pybind11;
 namespace {
 
-// The fields of a shape of hybrid_ep/engine/cuda_plan.py.
+// The fields of a shape of hybrid_ep/engine/cuda/plan.py.
 struct Fields {
   const py::object& shape;
 
@@ -78,7 +78,7 @@ CombinePlan combine_plan_of(const py::object& shape) {
 }
 
 // Waits for the host counts, writes `num_counts` tokens per local expert to `counts`, and returns the rest as the
-// fields of HostCounts in cuda_route.py; None when the call has failed.
+// fields of HostCounts in hybrid_ep/engine/cuda/route.py; None when the call has failed.
 py::object wait_for_counts(const Communicator& self, uint32_t counts_epoch, uintptr_t stream, uintptr_t counts,
                            int num_counts) {
   const HostCounts* host_counts = nullptr;

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybrid_ep import _cuda
 from hybrid_ep.core.board import Board, StoreLostError
-from hybrid_ep.engine.symmetric import SymmetricMemory
+from hybrid_ep.engine.cuda.symmetric import SymmetricMemory
 from hybrid_ep.errors import ConfigError
 
 __all__ = ["Buffers", "Region", "RegionsInUse", "set_last_call"]

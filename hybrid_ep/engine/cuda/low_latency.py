@@ -28,18 +28,18 @@ from hybrid_ep.engine.calls import (
     RepeatedLowLatencyDispatch,
     state_of,
 )
-from hybrid_ep.engine.cuda_compare import compare_calls, compare_first_calls, refuse_first_call
-from hybrid_ep.engine.cuda_faults import low_latency_counter
-from hybrid_ep.engine.cuda_low_latency_empty import launch_refused_combine, launch_without_tokens
-from hybrid_ep.engine.cuda_low_latency_masks import LowLatencyMasks
-from hybrid_ep.engine.cuda_low_latency_region import Buffers, Region, set_last_call
-from hybrid_ep.engine.cuda_low_latency_repeated import LowLatencyState, RepeatedCombine, RepeatedDispatch
-from hybrid_ep.engine.cuda_order import LaunchOrder
-from hybrid_ep.engine.cuda_plan import LowLatencyPlan, plan_low_latency
-from hybrid_ep.engine.cuda_route import RouteMemory, aligned
+from hybrid_ep.engine.cuda.compare import compare_calls, compare_first_calls, refuse_first_call
+from hybrid_ep.engine.cuda.faults import low_latency_counter
+from hybrid_ep.engine.cuda.low_latency_empty import launch_refused_combine, launch_without_tokens
+from hybrid_ep.engine.cuda.low_latency_masks import LowLatencyMasks
+from hybrid_ep.engine.cuda.low_latency_region import Buffers, Region, set_last_call
+from hybrid_ep.engine.cuda.low_latency_repeated import LowLatencyState, RepeatedCombine, RepeatedDispatch
+from hybrid_ep.engine.cuda.order import LaunchOrder
+from hybrid_ep.engine.cuda.plan import LowLatencyPlan, plan_low_latency
+from hybrid_ep.engine.cuda.route import RouteMemory, aligned
+from hybrid_ep.engine.cuda.symmetric import SymmetricMemory
 from hybrid_ep.engine.losses import Losses
 from hybrid_ep.engine.roll_call import RollCall
-from hybrid_ep.engine.symmetric import SymmetricMemory
 from hybrid_ep.errors import ClosedError, ConfigError, HybridEPError, TransportError
 
 __all__ = ["CudaLowLatency"]
@@ -413,7 +413,7 @@ class CudaLowLatency(LowLatencyMasks):
         self._counter = low_latency_counter(self._number, self._num_regions, self._losses.period)
 
     def _compare(self, plan: LowLatencyPlan, request: LowLatencyDispatchRequest) -> None:
-        """Compares the sizes of the ranks by a dispatch without tokens: see cuda_compare.py."""
+        """Compares the sizes of the ranks by a dispatch without tokens: see compare.py."""
         region, buffers = self._regions[-1].native, self._dispatches
         idx = buffers.next("low_latency_dispatch")
         earlier: list[HybridEPError | None] = []

@@ -13,13 +13,13 @@ import torch
 from hybrid_ep import _cuda
 from hybrid_ep.engine.agreement import ABSENT
 from hybrid_ep.engine.calls import Rows
-from hybrid_ep.engine.cuda_between_combine import combine_without_rows
-from hybrid_ep.engine.cuda_between_route import RouteSizes
-from hybrid_ep.engine.cuda_plan import CombineShape, DispatchShape
+from hybrid_ep.engine.cuda.between_combine import combine_without_rows
+from hybrid_ep.engine.cuda.between_route import RouteSizes
+from hybrid_ep.engine.cuda.plan import CombineShape, DispatchShape
 
 if TYPE_CHECKING:
-    from hybrid_ep.engine.cuda_between import CudaBetween
-    from hybrid_ep.engine.cuda_engine import CudaEngine
+    from hybrid_ep.engine.cuda.between import CudaBetween
+    from hybrid_ep.engine.cuda.engine import CudaEngine
 
 __all__ = ["refuse_between", "refuse_within"]
 

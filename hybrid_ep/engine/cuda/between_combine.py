@@ -9,13 +9,13 @@ from torch import Tensor
 
 from hybrid_ep import _cuda
 from hybrid_ep.engine.calls import Combined, CombineRequest, DispatchHandle, state_of
-from hybrid_ep.engine.cuda_between_route import BetweenRoute
-from hybrid_ep.engine.cuda_compare import compare_calls
-from hybrid_ep.engine.cuda_plan import CombineShape, combine_shape_of, plan_combine
-from hybrid_ep.engine.cuda_route import address, aligned
+from hybrid_ep.engine.cuda.between_route import BetweenRoute
+from hybrid_ep.engine.cuda.compare import compare_calls
+from hybrid_ep.engine.cuda.plan import CombineShape, combine_shape_of, plan_combine
+from hybrid_ep.engine.cuda.route import address, aligned
 
 if TYPE_CHECKING:
-    from hybrid_ep.engine.cuda_between import CudaBetween
+    from hybrid_ep.engine.cuda.between import CudaBetween
 
 __all__ = ["combine", "combine_without_rows"]
 
@@ -82,7 +82,7 @@ def combine_without_rows(
 
 
 def _compare(engine: CudaBetween, shape: CombineShape, route: BetweenRoute, stream: int) -> None:
-    """Compares the combines of the ranks, before slots grow for them: see cuda_compare.py."""
+    """Compares the combines of the ranks, before slots grow for them: see compare.py."""
     no_rows = torch.zeros(route.sizes._replace(num_tokens=0).num_ints(0), dtype=torch.int32, device=engine.device)
     plan = plan_combine(shape.compared())
     compare_calls(

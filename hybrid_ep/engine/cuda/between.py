@@ -3,8 +3,8 @@
 A dispatch sends each token once to each remote domain that needs it. The peer there forwards the token. A combine goes
 the same way back (docs/internals/between_domains.md). Each is one launch on the current stream. A small launch before a
 dispatch numbers the tokens for each destination. Permuted calls are a dispatch and a permutation by torch. Low-latency
-calls have kernels of their own (cuda_low_latency_between.py), unless HYBRID_EP_LOW_LATENCY_BETWEEN asks for the torch
-engine; cuda_low_latency_choice.py chooses. Combines are in cuda_between_combine.py.
+calls have kernels of their own (low_latency_between.py), unless HYBRID_EP_LOW_LATENCY_BETWEEN asks for the torch
+engine; low_latency_choice.py chooses. Combines are in between_combine.py.
 
 A call with a bound never waits for the device. A call without one waits for the host counts. If a slot of any rank is
 too small, every rank reads that from the same counts. All grow their slots and start again.
@@ -21,7 +21,6 @@ from hybrid_ep.core.board import Board
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.streams import is_capturing
 from hybrid_ep.engine.agreement import ABSENT
-from hybrid_ep.engine.arena import Arena, DispatchOutput, SlotLease
 from hybrid_ep.engine.base import one_at_a_time
 from hybrid_ep.engine.blame import Blame
 from hybrid_ep.engine.calls import (
@@ -34,14 +33,15 @@ from hybrid_ep.engine.calls import (
     Rows,
     state_of,
 )
-from hybrid_ep.engine.cuda_between_combine import combine
-from hybrid_ep.engine.cuda_between_faults import BetweenFaults
-from hybrid_ep.engine.cuda_between_route import BetweenRoute, RouteSizes
-from hybrid_ep.engine.cuda_faults import dispatch_number
-from hybrid_ep.engine.cuda_low_latency_between import LowLatencyBetween, OpenedLink
-from hybrid_ep.engine.cuda_low_latency_choice import LowLatencyChoice
-from hybrid_ep.engine.cuda_order import LaunchOrder
-from hybrid_ep.engine.cuda_plan import (
+from hybrid_ep.engine.cuda.arena import Arena, DispatchOutput, SlotLease
+from hybrid_ep.engine.cuda.between_combine import combine
+from hybrid_ep.engine.cuda.between_faults import BetweenFaults
+from hybrid_ep.engine.cuda.between_route import BetweenRoute, RouteSizes
+from hybrid_ep.engine.cuda.faults import dispatch_number
+from hybrid_ep.engine.cuda.low_latency_between import LowLatencyBetween, OpenedLink
+from hybrid_ep.engine.cuda.low_latency_choice import LowLatencyChoice
+from hybrid_ep.engine.cuda.order import LaunchOrder
+from hybrid_ep.engine.cuda.plan import (
     CombineShape,
     DispatchShape,
     plan_combine,
@@ -50,12 +50,12 @@ from hybrid_ep.engine.cuda_plan import (
     shape_along,
     shape_of,
 )
-from hybrid_ep.engine.cuda_refuse import refuse_between
-from hybrid_ep.engine.cuda_route import HostCounts, RouteMemory, address, aligned_rows
+from hybrid_ep.engine.cuda.refuse import refuse_between
+from hybrid_ep.engine.cuda.route import HostCounts, RouteMemory, address, aligned_rows
+from hybrid_ep.engine.cuda.symmetric import SymmetricMemory, map_peers_of
 from hybrid_ep.engine.losses import Losses
 from hybrid_ep.engine.refusals import Refusals
 from hybrid_ep.engine.roll_call import RollCall, roll_call_among
-from hybrid_ep.engine.symmetric import SymmetricMemory, map_peers_of
 from hybrid_ep.errors import ConfigError, HybridEPError, TimeoutError, TransportError
 from hybrid_ep.transport import Ring, open_link
 

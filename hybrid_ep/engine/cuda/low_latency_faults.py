@@ -17,8 +17,8 @@ from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.streams import is_capturing
 from hybrid_ep.engine.agreement import FIELDS, disagreement
 from hybrid_ep.engine.blame import Blame
-from hybrid_ep.engine.cuda_faults import as_error
-from hybrid_ep.engine.cuda_low_latency_region import Region, RegionsInUse
+from hybrid_ep.engine.cuda.faults import as_error
+from hybrid_ep.engine.cuda.low_latency_region import Region, RegionsInUse
 from hybrid_ep.engine.losses import Losses
 from hybrid_ep.engine.refusals import Refusals
 from hybrid_ep.errors import HybridEPError, OverflowError, TimeoutError, TransportError

@@ -21,11 +21,11 @@ from hybrid_ep.engine.calls import (
     LowLatencyHandle,
     Rows,
 )
-from hybrid_ep.engine.cuda_plan import LowLatencyPlan
-from hybrid_ep.engine.cuda_route import Chunk
+from hybrid_ep.engine.cuda.plan import LowLatencyPlan
+from hybrid_ep.engine.cuda.route import Chunk
 
 if TYPE_CHECKING:
-    from hybrid_ep.engine.cuda_low_latency import CudaLowLatency
+    from hybrid_ep.engine.cuda.low_latency import CudaLowLatency
 
 __all__ = ["LowLatencyState", "RepeatedCombine", "RepeatedDispatch"]
 

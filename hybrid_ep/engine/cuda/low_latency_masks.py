@@ -11,8 +11,8 @@ from hybrid_ep import _cuda
 from hybrid_ep.core.board import Board
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.streams import is_capturing
-from hybrid_ep.engine.cuda_low_latency_faults import LowLatencyFaults, is_loss
-from hybrid_ep.engine.cuda_order import LaunchOrder
+from hybrid_ep.engine.cuda.low_latency_faults import LowLatencyFaults, is_loss
+from hybrid_ep.engine.cuda.order import LaunchOrder
 from hybrid_ep.engine.losses import Losses
 from hybrid_ep.errors import HybridEPError, TransportError
 

@@ -2,13 +2,13 @@
 
 A call is one launch on the current stream (`_cuda.Communicator`). This file allocates what the call writes, chooses
 the slot for its rows, and shapes the results. docs/internals/cuda_engine.md describes the kernels. What calls of
-one shape have in common is in cuda_plan.py.
+one shape have in common is in plan.py.
 
 A call with a bound never waits for the device. A call without one waits for the host counts. The kernel writes them as
 soon as they are known, while rows are in flight. If a slot of any rank is too small for its rows, no rank sends. Every
 rank reads that from the same counts. All grow their slots and start again.
 
-Combines are in cuda_combine.py, copies of experts in cuda_experts.py, low-latency calls in cuda_low_latency.py.
+Combines are in combine.py, copies of experts in experts.py, low-latency calls in low_latency.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from hybrid_ep.core.board import Board
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.streams import is_capturing
 from hybrid_ep.engine.agreement import ABSENT
-from hybrid_ep.engine.arena import Arena, DispatchOutput, SlotLease
 from hybrid_ep.engine.base import Engine
 from hybrid_ep.engine.calls import (
     CachedDispatchRequest,
@@ -49,16 +48,17 @@ from hybrid_ep.engine.calls import (
     Rows,
     state_of,
 )
-from hybrid_ep.engine.cuda_at_once import BoundDispatch, dispatch_at_once
-from hybrid_ep.engine.cuda_combine import combine, combine_permuted
-from hybrid_ep.engine.cuda_compare import compare_calls
-from hybrid_ep.engine.cuda_experts import ExpertCopier
-from hybrid_ep.engine.cuda_faults import as_error, dispatch_number
-from hybrid_ep.engine.cuda_low_latency import CudaLowLatency
-from hybrid_ep.engine.cuda_order import LaunchOrder
-from hybrid_ep.engine.cuda_plan import DispatchPlan, plan_dispatch, shape_along, shape_of
-from hybrid_ep.engine.cuda_refuse import refuse_within
-from hybrid_ep.engine.cuda_route import (
+from hybrid_ep.engine.cuda.arena import Arena, DispatchOutput, SlotLease
+from hybrid_ep.engine.cuda.at_once import BoundDispatch, dispatch_at_once
+from hybrid_ep.engine.cuda.combine import combine, combine_permuted
+from hybrid_ep.engine.cuda.compare import compare_calls
+from hybrid_ep.engine.cuda.experts import ExpertCopier
+from hybrid_ep.engine.cuda.faults import as_error, dispatch_number
+from hybrid_ep.engine.cuda.low_latency import CudaLowLatency
+from hybrid_ep.engine.cuda.order import LaunchOrder
+from hybrid_ep.engine.cuda.plan import DispatchPlan, plan_dispatch, shape_along, shape_of
+from hybrid_ep.engine.cuda.refuse import refuse_within
+from hybrid_ep.engine.cuda.route import (
     HostCounts,
     PermuteState,
     Route,
@@ -66,11 +66,11 @@ from hybrid_ep.engine.cuda_route import (
     address,
     aligned_rows,
 )
+from hybrid_ep.engine.cuda.symmetric import SymmetricMemory
 from hybrid_ep.engine.losses import Losses
 from hybrid_ep.engine.refusals import Refusals
 from hybrid_ep.engine.roll_call import RollCall
-from hybrid_ep.engine.symmetric import SymmetricMemory
-from hybrid_ep.engine.torch_engine import TorchEngine
+from hybrid_ep.engine.torch.engine import TorchEngine
 from hybrid_ep.errors import ConfigError, HybridEPError, TimeoutError, TransportError
 
 __all__ = ["CudaEngine"]

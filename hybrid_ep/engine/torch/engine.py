@@ -41,11 +41,11 @@ from hybrid_ep.engine.calls import (
     Rows,
     state_of,
 )
-from hybrid_ep.engine.exchange import Exchange
-from hybrid_ep.engine.hop import Hop
-from hybrid_ep.engine.link import uses_gloo
-from hybrid_ep.engine.records import RecordFormat
-from hybrid_ep.engine.torch_low_latency import TorchLowLatency
+from hybrid_ep.engine.torch.exchange import Exchange
+from hybrid_ep.engine.torch.hop import Hop
+from hybrid_ep.engine.torch.link import uses_gloo
+from hybrid_ep.engine.torch.low_latency import TorchLowLatency
+from hybrid_ep.engine.torch.records import RecordFormat
 from hybrid_ep.errors import ConfigError, OverflowError
 
 __all__ = ["TorchEngine"]

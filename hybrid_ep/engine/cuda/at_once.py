@@ -9,12 +9,12 @@ from torch import Tensor
 from hybrid_ep import _cuda
 from hybrid_ep.engine.agreement import ABSENT
 from hybrid_ep.engine.calls import Dispatched, DispatchHandle, DispatchRequest, Routing, Rows
-from hybrid_ep.engine.cuda_faults import dispatch_number
-from hybrid_ep.engine.cuda_plan import DispatchPlan
-from hybrid_ep.engine.cuda_route import Chunk, Route
+from hybrid_ep.engine.cuda.faults import dispatch_number
+from hybrid_ep.engine.cuda.plan import DispatchPlan
+from hybrid_ep.engine.cuda.route import Chunk, Route
 
 if TYPE_CHECKING:
-    from hybrid_ep.engine.cuda_engine import CudaEngine
+    from hybrid_ep.engine.cuda.engine import CudaEngine
 
 __all__ = ["BoundDispatch", "dispatch_at_once"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybrid_ep import _cuda
-from hybrid_ep.engine.cuda_route import Chunk
+from hybrid_ep.engine.cuda.route import Chunk
 
 __all__ = ["BetweenRoute", "RouteSizes"]
 

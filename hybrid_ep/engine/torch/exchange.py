@@ -26,8 +26,8 @@ from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.engine.agreement import CALLS, FIELDS, encode, first_refusal, require_agreement
 from hybrid_ep.engine.base import Traffic
 from hybrid_ep.engine.blame import Blame
-from hybrid_ep.engine.link import Link, uses_gloo
 from hybrid_ep.engine.refusals import Refusals
+from hybrid_ep.engine.torch.link import Link, uses_gloo
 from hybrid_ep.errors import ConfigError, TimeoutError, TransportError
 
 __all__ = ["Exchange"]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from hybrid_ep import _cuda
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.engine.blame import Blame
-from hybrid_ep.engine.cuda_faults import as_error, rank_of
+from hybrid_ep.engine.cuda.faults import as_error, rank_of
 from hybrid_ep.engine.refusals import Refusals
 from hybrid_ep.errors import HybridEPError, TimeoutError, TransportError
 from hybrid_ep.transport import DomainLink

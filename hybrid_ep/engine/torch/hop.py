@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybrid_ep.engine.exchange import Exchange
-from hybrid_ep.engine.records import RecordFormat
+from hybrid_ep.engine.torch.exchange import Exchange
+from hybrid_ep.engine.torch.records import RecordFormat
 
 __all__ = ["Hop"]
 

@@ -22,14 +22,14 @@ from hybrid_ep.core.quantize import RowFormat
 from hybrid_ep.engine.calls import (
     LowLatencyDispatchRequest,
 )
-from hybrid_ep.engine.cuda_between_faults import transport_error
-from hybrid_ep.engine.cuda_low_latency import CudaLowLatency
-from hybrid_ep.engine.cuda_low_latency_region import Region
-from hybrid_ep.engine.cuda_order import LaunchOrder
-from hybrid_ep.engine.cuda_plan import MAX_PLANS, LowLatencyPlan, plan_low_latency
+from hybrid_ep.engine.cuda.between_faults import transport_error
+from hybrid_ep.engine.cuda.low_latency import CudaLowLatency
+from hybrid_ep.engine.cuda.low_latency_region import Region
+from hybrid_ep.engine.cuda.order import LaunchOrder
+from hybrid_ep.engine.cuda.plan import MAX_PLANS, LowLatencyPlan, plan_low_latency
+from hybrid_ep.engine.cuda.symmetric import SymmetricMemory
 from hybrid_ep.engine.losses import Losses
 from hybrid_ep.engine.roll_call import RollCall
-from hybrid_ep.engine.symmetric import SymmetricMemory
 from hybrid_ep.errors import HybridEPError, TransportError
 from hybrid_ep.transport import DomainLink, Ring
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from hybrid_ep.engine.calls import Combined, CombineRequest, DispatchHandle, PermuteHandle, state_of
-from hybrid_ep.engine.cuda_plan import CombineShape, combine_shape_of, combine_shape_of_experts, plan_combine
-from hybrid_ep.engine.cuda_route import PermuteState, Route, address, aligned
+from hybrid_ep.engine.cuda.plan import CombineShape, combine_shape_of, combine_shape_of_experts, plan_combine
+from hybrid_ep.engine.cuda.route import PermuteState, Route, address, aligned
 
 if TYPE_CHECKING:
-    from hybrid_ep.engine.cuda_engine import CudaEngine
+    from hybrid_ep.engine.cuda.engine import CudaEngine
 
 __all__ = ["combine", "combine_permuted"]
 
@@ -97,7 +97,7 @@ def _combine(
 
 
 def _compare(engine: CudaEngine, shape: CombineShape, number: int, stream: int) -> None:
-    """Compares the combines of the ranks, before slots grow for them: see cuda_compare.py."""
+    """Compares the combines of the ranks, before slots grow for them: see compare.py."""
     plan, communicator = plan_combine(shape.compared()), engine._communicator
     no_rows = torch.zeros(engine.grid.num_ranks**2, dtype=torch.int32, device=engine.device)
     engine._compare(lambda: communicator.combine(plan, 0, 0, 0, 0, 0, 0, no_rows.data_ptr(), 0, 0, 0, number, stream))

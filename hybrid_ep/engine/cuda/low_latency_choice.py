@@ -15,8 +15,8 @@ from hybrid_ep.engine.calls import (
     RepeatedLowLatencyCombine,
     RepeatedLowLatencyDispatch,
 )
-from hybrid_ep.engine.cuda_low_latency_between import LowLatencyBetween
-from hybrid_ep.engine.torch_engine import TorchEngine
+from hybrid_ep.engine.cuda.low_latency_between import LowLatencyBetween
+from hybrid_ep.engine.torch.engine import TorchEngine
 from hybrid_ep.errors import ConfigError
 
 __all__ = ["LowLatencyChoice"]

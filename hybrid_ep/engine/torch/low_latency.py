@@ -28,10 +28,10 @@ from hybrid_ep.engine.calls import (
     missing_signal,
     state_of,
 )
-from hybrid_ep.engine.exchange import Exchange
-from hybrid_ep.engine.hop import Hop
 from hybrid_ep.engine.packed import PackedLayout
-from hybrid_ep.engine.records import RecordFormat
+from hybrid_ep.engine.torch.exchange import Exchange
+from hybrid_ep.engine.torch.hop import Hop
+from hybrid_ep.engine.torch.records import RecordFormat
 from hybrid_ep.errors import ConfigError, OverflowError
 
 __all__ = ["TorchLowLatency"]

@@ -1,0 +1,1 @@
+"""The cuda engine: kernels inside an NVLink domain, and between domains."""

@@ -1,0 +1,1 @@
+"""The torch engine: plain PyTorch on `torch.distributed`, for every machine."""
