@@ -14,7 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# A component is a folder or a file at the top of the tree. It may import from lower levels only.
+# A component is a folder or a file at the top of the tree, or one that is named here below its folder. It may import
+# from lower levels only.
 PYTHON: list[list[str]] = [
     ["cli"],
     ["k8s", "validation", "info", "model"],
@@ -23,6 +24,9 @@ PYTHON: list[list[str]] = [
     ["balance"],
     ["report"],
     ["buffers"],
+    ["engine.select"],
+    ["engine.cuda"],
+    ["engine.torch"],
     ["engine"],
     ["transport"],
     ["topology"],
@@ -45,7 +49,10 @@ COLOURS = ["#332288", "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#5
 
 
 def room_of_module(name: str) -> str:
-    """`hybrid_ep.engine.select` → `engine`; `hybrid_ep.errors` → `errors`; a public name of `hybrid_ep` → `buffers`."""
+    """`hybrid_ep.engine.torch.hop` → `engine.torch`; `hybrid_ep.errors` → `errors`; a public name → `buffers`."""
+    below = ".".join(name.split(".")[1:3])
+    if any(below in level for level in PYTHON):
+        return below
     top = (*name.split("."), "")[1]
     package = ROOT / "hybrid_ep"
     is_component = top.startswith("_") or (package / top).is_dir() or (package / f"{top}.py").is_file()
