@@ -16,7 +16,14 @@ from tests.battery import low_latency
 from tests.battery.cases import Case
 from tests.battery.normal import equal, make_buffer, unread_values
 
-__all__ = ["check_events", "check_faults", "check_hooks_between", "check_refused_launch", "check_two_buffers"]
+__all__ = [
+    "check_allocations_let_others_call",
+    "check_events",
+    "check_faults",
+    "check_hooks_between",
+    "check_refused_launch",
+    "check_two_buffers",
+]
 
 
 def _case(name: str) -> Case:
@@ -52,11 +59,15 @@ class _Calls:
         self.check(received, handle, self.combine(handle)[0])
 
     @property
+    def kernels(self) -> Any:
+        """What makes the calls of the buffer's engine."""
+        engine: Any = self.buffer.engine
+        return engine._low_latency_kernels if self.buffer.grid.num_domains > 1 else engine._low_latency
+
+    @property
     def is_open(self) -> bool:
         """Whether the next call can be one call of C++."""
-        engine: Any = self.buffer.engine
-        kernels = engine._low_latency_kernels if self.buffer.grid.num_domains > 1 else engine._low_latency
-        return bool(kernels._repeated.is_open)
+        return bool(self.kernels._repeated.is_open)
 
 
 def check_refused_launch() -> None:
@@ -132,6 +143,42 @@ def check_events() -> None:
         for step in range(1, 4):
             calls.check_step()
             assert num_recorded == 2 * step
+
+
+def check_allocations_let_others_call() -> None:
+    """While torch makes a result of a dispatch, another one is made whole, as by another thread. Each has memory."""
+    case, empty = _case("allocations"), torch.empty_strided
+    within: list[tuple[Any, ...]] = []  # results of the other dispatches
+    wanted = False
+
+    def make_and_call(*args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal wanted
+        if wanted:
+            wanted = False
+            within.append(calls.dispatch())
+        return empty(*args, **kwargs)
+
+    with (
+        unread_values(),
+        mock.patch.object(torch, "empty_strided", make_and_call),
+        make_buffer(case, low_latency_mode=True) as buffer,
+    ):
+        calls = _Calls(case, buffer)
+        calls.check_step()
+        results = []
+        for i in range(40):  # sixteen share memory: the last piece is that of one dispatch, and of the other
+            wanted = i != 20
+            results.append(calls.dispatch())
+        assert len(within) == 39
+        found = set()
+        for received, _, handle, _, _ in [*results, *within]:
+            low_latency.check_packed(
+                case, calls.copies, [case.inputs(r).x for r in range(case.num_ranks)], received, handle
+            )
+            found.add(handle.state.results)
+        assert len(found) == 79
+        _, free = calls.kernels._results.take(1, results[0][2].state.stream, alone=False)
+        assert free > max(found)
 
 
 def check_two_buffers() -> None:

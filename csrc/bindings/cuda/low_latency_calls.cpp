@@ -117,16 +117,18 @@ class RepeatedDispatch {
     if (!launch || rows % kRowAlignBytes != 0) return py::none();
     const uintptr_t stream = launch->stream;
     if (num_left_ == 0 || stream != stream_) take_results(stream);
+    // Before tensors are made: torch may let another thread call meanwhile.
+    const py::object chunk = chunk_, memory = memory_;
+    const uintptr_t results = std::exchange(results_, results_ + results_bytes_);
+    --num_left_;
     const py::object received = make_rows_(), scales = make_scales_.is_none() ? py::object(py::none()) : make_scales_();
     launch->opened->region.dispatch_tokens(
         plan_, launch->buffers.next_idx(),
         tokens_out(rows, topk_idx, num_tokens_, global_scale, launch->opened->counter),
-        tokens_in(address_of(received), address_of(scales), wait_stats), pointer<int32_t>(results_), stream_of(stream));
+        tokens_in(address_of(received), address_of(scales), wait_stats), pointer<int32_t>(results), stream_of(stream));
     const bool has_fault = calls_.end(*launch);
-    const uintptr_t results = std::exchange(results_, results_ + results_bytes_);
-    --num_left_;
-    const py::object counts = make_counts(plan_, memory_, results, calls_.device());
-    return py::make_tuple(received, scales, counts, chunk_, results, stream, has_fault);
+    const py::object counts = make_counts(plan_, memory, results, calls_.device());
+    return py::make_tuple(received, scales, counts, chunk, results, stream, has_fault);
   }
 
  private:
