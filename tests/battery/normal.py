@@ -16,6 +16,7 @@ from hybrid_ep.engine.calls import CombineRequest, DispatchRequest, Routing, Row
 from tests.battery.cases import Case, Inputs, row_of
 
 __all__ = [
+    "CHECKS",
     "check_bound",
     "check_cached",
     "check_fp8",
@@ -296,3 +297,7 @@ def check_two_buffers(case: Case, device: str = "cpu") -> None:
         for buffer, handle in ((first, handle_1), (second, handle_2), (second, handle_1)):
             combined, _, _ = buffer.combine(y, handle)
             equal(combined, expected_combine(case, rank), "combined_x")
+
+
+# Of one buffer, with rows of every format.
+CHECKS = [check_round_trip, check_cached, check_bound, check_fp8, check_nvfp4]

@@ -37,13 +37,6 @@ CASES = [
     Case("2x4_ragged", 8, (5, 0, 17, 1, 30, 2, 0, 9), num_experts=32, num_ranks_per_domain=4),
     Case("4x2", 8, 60, num_experts=32, num_ranks_per_domain=2),
 ]
-CHECKS = [
-    normal.check_round_trip,
-    normal.check_cached,
-    normal.check_bound,
-    normal.check_fp8,
-    normal.check_nvfp4,
-]
 
 
 @pytest.fixture(scope="module", params=TRANSPORTS)
@@ -52,7 +45,7 @@ def run_ranks(request: pytest.FixtureRequest) -> Iterator[RunRanks]:
         yield run
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", normal.CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_between(run_ranks: RunRanks, case: Case, check: Callable[..., None]) -> None:
     run_ranks(case.num_ranks, check, case, "cuda")

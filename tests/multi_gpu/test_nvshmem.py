@@ -41,13 +41,6 @@ LOW_LATENCY_CASES = [
     Case("2x1_hidden_7168", 2, 128, hidden=7168, num_experts=64, topk=8, num_ranks_per_domain=1),
     Case("3x2_duplicates", 6, 34, num_experts=12, routing="duplicates", num_ranks_per_domain=2),
 ]
-CHECKS = [
-    normal.check_round_trip,
-    normal.check_cached,
-    normal.check_bound,
-    normal.check_fp8,
-    normal.check_nvfp4,
-]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +55,7 @@ def run_ranks(transport: Path) -> Iterator[RunRanks]:
         yield lambda num_ranks, *check: run(num_ranks, check_by_copies, transport, *check)
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", normal.CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_remote_path(run_ranks: RunRanks, case: Case, check: Callable[..., None]) -> None:
     run_ranks(case.num_ranks, check, case, "cuda")
