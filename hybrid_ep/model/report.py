@@ -126,7 +126,9 @@ def print_report(report: ModelReport, console: Console) -> None:
     """Prints tables that fit 80 columns."""
     question = report.question
     machine = question.machine
-    console.print(f"{question.num_domains} domains × {question.num_ranks_per_domain} ranks, {question.mode}")
+    domains = "1 domain" if question.num_domains == 1 else f"{question.num_domains} domains"
+    calls = f"{question.mode}, in a CUDA graph" if question.in_graph else question.mode
+    console.print(f"{domains} × {question.num_ranks_per_domain} ranks, {calls}")
     console.print(question.workload.describe())
     console.print(
         f"network {machine.nic_gbits:g} Gbit/s a rank, {machine.nic_latency_us:g} µs; "

@@ -148,6 +148,14 @@ def test_low_latency_calls_in_a_graph_begin_sooner_and_fp8_rows_are_cast() -> No
     assert "cast" not in combine.rows
 
 
+def test_the_first_line_says_what_is_predicted() -> None:
+    first = [
+        run(*arguments.split()).output.splitlines()[0]
+        for arguments in ("", "--domains 1 --mode low-latency --in-graph")
+    ]
+    assert first == ["2 domains × 8 ranks, normal", "1 domain × 8 ranks, low-latency, in a CUDA graph"]
+
+
 def test_permuted_calls_copy_rows_of_experts_on_one_rank() -> None:
     plain, permuted = predict(question(1, 2)), predict(question(1, 2, "permute"))
     rows = expected_rows(question(1, 2))
