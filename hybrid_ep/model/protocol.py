@@ -3,7 +3,7 @@
 It follows csrc/layout/between_layout.h, csrc/kernels/between/chunk_stream.cuh, dispatch_between and combine_between:
 
 - Chunk n of a stream uses slot n % S in lap n / S; a sender waits for the credit of the slot's group before it writes.
-- A warp takes a part of a chunk. The warp that is done last sends the chunk.
+- A warp takes a part of a chunk. The warp that is done last sends the chunk. A dispatch takes its last records singly.
 - Warps that send take the parts of all peers' chunks in turn, by one counter, and warps that forward by another. A warp
   waits for its chunk, even if other chunks are ready.
 - In combine rows are pushed for all domains in turn, chunk by chunk. A warp that sums claims a part of any domain, but
@@ -326,7 +326,8 @@ class Protocol:
         for chunk in range(_DISPATCH_CONTROL):
             yield from self._exchange(r, chunk, self.times.agree[0])
         sent, read = batch.counts[r], batch.counts[:, r]
-        sending, forwarding = self._items(r, sent), self._items(r, read, self.faults.forwards_by_domain)
+        sending = self._items(r, sent, self.ring.num_send_warps)
+        forwarding = self._items(r, read, self.ring.num_forward_warps, self.faults.forwards_by_domain)
         how = _DISPATCH_CONTROL, self.times.build, self.times.record_bytes[0]
         warps = [self._send_records(r, sent, sending, *how) for _ in range(self.ring.num_send_warps)]
         warps += [self._forward_records(r, read, forwarding) for _ in range(self.ring.num_forward_warps)]
@@ -334,28 +335,26 @@ class Protocol:
         yield from self._all(warps, f"rank {r}: end of its warps")
         self._move_on(r, _DISPATCH_CONTROL, sent, read)
 
-    def _items(self, r: int, counts: NDArray[np.int64], by_domain: bool = False) -> Iterator[tuple[int, int]]:
-        """(peer, part) of the chunks of all peers in turn: first the parts of chunk 0 of each, then of chunk 1."""
+    def _items(
+        self, r: int, counts: NDArray[np.int64], num_warps: int, by_domain: bool = False
+    ) -> Iterator[tuple[int, int, int]]:
+        """(peer, chunk, records) of what a warp claims: the parts of chunk 0 of each peer in turn, then of chunk 1.
+
+        The last records, one for each of `num_warps` or a few more, are claimed one by one.
+        """
         peers = self._peers(r)
-        if by_domain:
-            return ((d, part) for d in peers for part in self._parts(int(counts[d])))
-        most, per_chunk = max(self._num_chunks(int(counts[d])) for d in peers), self._parts_per_chunk
-        return (
-            (d, part)
-            for i in range(most)
-            for d in peers
-            for part in range(i * per_chunk, (i + 1) * per_chunk)
-            if self._rows_of_part(int(counts[d]), part) > 0
-        )
+        numbers = range(max(self._num_chunks(int(counts[d])) for d in peers))
+        chunks = [(d, i) for d in peers for i in numbers] if by_domain else [(d, i) for i in numbers for d in peers]
+        first_single = len(chunks) - self._num_chunks(num_warps)
+        for number, (d, i) in enumerate(chunks):
+            num_records = self._records_of(int(counts[d]), i)
+            step = self.ring.per_part if number < first_single else 1
+            for begin in range(0, num_records, step):
+                yield d, i, min(step, num_records - begin)
 
     @property
     def _parts_per_chunk(self) -> int:
         return -(-self.ring.per_chunk // self.ring.per_part)
-
-    def _parts(self, num_records: int) -> Iterator[int]:
-        """The parts of so many records; no part belongs to two chunks."""
-        parts = range(self._num_chunks(num_records) * self._parts_per_chunk)
-        return (part for part in parts if self._rows_of_part(num_records, part) > 0)
 
     def _part_of(self, index: int) -> int:
         chunk, in_chunk = divmod(index, self.ring.per_chunk)
@@ -370,20 +369,24 @@ class Protocol:
         return min(self.ring.per_chunk, count - index * self.ring.per_chunk)
 
     def _send_records(
-        self, r: int, counts: NDArray[np.int64], items: Iterator[tuple[int, int]], first: int, us: float, record: float
+        self,
+        r: int,
+        counts: NDArray[np.int64],
+        items: Iterator[tuple[int, int, int]],
+        first: int,
+        us: float,
+        record: float,
     ) -> Process:
         """A warp that sends records, which need `us` each and have `record` bytes; chunk `first` is the first one."""
         slow = self.network.slowdown[r]
-        for d, part in items:
-            index, num_rows = part // self._parts_per_chunk, self._rows_of_part(int(counts[d]), part)
+        for d, index, num_rows in items:
             yield from self._wait_free(r, d, first + index)
             yield num_rows * us * slow
             self._write_rows(r, d, first + index, num_rows, self._records_of(int(counts[d]), index), record)
 
-    def _forward_records(self, r: int, counts: NDArray[np.int64], items: Iterator[tuple[int, int]]) -> Process:
+    def _forward_records(self, r: int, counts: NDArray[np.int64], items: Iterator[tuple[int, int, int]]) -> Process:
         times, slow = self.times, self.network.slowdown[r]
-        for d, part in items:
-            index, num_rows = part // self._parts_per_chunk, self._rows_of_part(int(counts[d]), part)
+        for d, index, num_rows in items:
             yield from self._wait_chunk(d, r, _DISPATCH_CONTROL + index)
             yield max(num_rows * times.forward * slow, self._over_nvlink(r, num_rows * times.nvlink[r]))
             self._read_rows(d, r, _DISPATCH_CONTROL + index, num_rows, self._records_of(int(counts[d]), index))
@@ -418,7 +421,7 @@ class Protocol:
 
         if ring.is_alone:
             held[r] = 0  # its own rows are read in place
-            items, how = self._items(r, held), (_COMBINE_CONTROL, times.push, times.record_bytes[1])
+            items, how = self._items(r, held, 0), (_COMBINE_CONTROL, times.push, times.record_bytes[1])
             warps = [
                 self._send_records(r, held, items, *how)
                 if self.faults.sends_in_order

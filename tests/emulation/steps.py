@@ -395,7 +395,7 @@ _TELL = "stream.send(0, (4 * num_values + 15) / 16 * 16, 1)"
 _HEADERS = "receive_headers(params, waiter, epoch, call, &is_same)"
 _BASES = "find_dispatch_bases_between(params, waiter, epoch, call, base, totals)"
 _VERDICT = "stream.send(1, (sizeof(Verdict) + 15) / 16 * 16, 1)"
-_AGREE = "agree(params, waiter, link, call)"
+_AGREE = "agree(params, waiter, link, call, num_control_read)"
 _SLOT = "stream.wait_free(record.chunk)"
 _FREE = "stream(domain).is_free(chunk)"
 

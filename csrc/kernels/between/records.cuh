@@ -2,7 +2,8 @@
 //
 //     counter ─► part ─► chunk n of each peer in turn, its parts one after the other, then chunk n + 1
 //
-// Several warps work on a chunk, so that it is complete soon after its first record.
+// Several warps work on a chunk, so that it is complete soon after its first record. A dispatch claims its last records
+// one by one, so that all warps end together.
 #pragma once
 
 #include "device/work_index.cuh"
@@ -50,9 +51,9 @@ struct Record {
 class Records {
  public:
   // `num_records` of each domain, in shared or global memory; they follow num_control_chunks of the call. `counter` is
-  // 0 before the kernel.
+  // 0 before the kernel. num_warps share the records.
   __device__ Records(const Grid& grid, const RecordLayout& layout, int num_control_chunks, const int* num_records,
-                     uint32_t* counter)
+                     uint32_t* counter, int num_warps)
       : grid_(grid),
         layout_(layout),
         num_control_chunks_(num_control_chunks),
@@ -61,6 +62,7 @@ class Records {
     for (int d = 0; d < grid.num_domains; ++d) {
       if (d != grid.domain_idx()) most_chunks_ = max(most_chunks_, num_chunks(layout, num_records[d]));
     }
+    first_single_ = max(0, num_numbered() - num_chunks(layout, num_warps));
   }
 
   // Goes on to the next one. Returns false if there is none.
@@ -75,20 +77,27 @@ class Records {
   }
 
  private:
+  // Chunks of all peers, as if each had as many as the peer with the most. They are numbered chunk by chunk, and of one
+  // chunk peer by peer.
+  __device__ int num_numbered() const { return most_chunks_ * (grid_.num_domains - 1); }
+
   // Claims a part, and returns its first record. Returns false if there is none.
   __device__ bool next_part(Record& part) {
     const int num_peers = grid_.num_domains - 1, per_chunk = layout_.per_chunk;
-    const int num_parts = parts_per_chunk(layout_);
+    const int num_parts = parts_per_chunk(layout_), first_single_item = first_single_ * num_parts;
     while (true) {
-      const int number = items_.take(), stream = number / num_parts;
-      if (stream >= most_chunks_ * num_peers) return false;
-      const int domain = (grid_.domain_idx() + 1 + stream % num_peers) % grid_.num_domains;
-      const int chunk = stream / num_peers, first = chunk * per_chunk;
+      int item = items_.take();
+      const bool is_single = item >= first_single_item;
+      if (is_single) item -= first_single_item;
+      const int per_number = is_single ? per_chunk : num_parts, rows = is_single ? 1 : kRowsOfPart;
+      const int number = (is_single ? first_single_ : 0) + item / per_number;
+      if (number >= num_numbered()) return false;
+      const int domain = (grid_.domain_idx() + 1 + number % num_peers) % grid_.num_domains;
+      const int chunk = number / num_peers, first = chunk * per_chunk;
       const int chunk_end = min(first + per_chunk, num_records_[domain]);
-      const int begin = first + number % num_parts * kRowsOfPart;
+      const int begin = first + item % per_number * rows;
       if (begin >= chunk_end) continue;
-      part = {domain,           begin, num_control_chunks_ + chunk, begin, min(begin + kRowsOfPart, chunk_end),
-              chunk_end - first};
+      part = {domain, begin, num_control_chunks_ + chunk, begin, min(begin + rows, chunk_end), chunk_end - first};
       return true;
     }
   }
@@ -99,6 +108,7 @@ class Records {
   const int* num_records_;
   WorkIndices<> items_;
   int most_chunks_ = 0;
+  int first_single_;  // number of the first chunk whose records are claimed one by one
   Record record_{};
 };
 

@@ -143,7 +143,7 @@ __device__ bool send_records(const DispatchBetweenParams& params, const CallBetw
   const int lane = threadIdx.x % 32, size = between.grid.ranks_per_domain;
   const RecordLayout& layout = params.record;
   Records records(between.grid, layout, kControlChunks, call.num_sent,
-                  &between.domain.control[between.domain.rank]->summed_tokens);
+                  &between.domain.control[between.domain.rank]->summed_tokens, kSendWarps * gridDim.x);
   Record record, next;
   int token = -1, next_token = -1;
   Column column, next_column;
@@ -211,7 +211,7 @@ __device__ bool forward_records(const DispatchBetweenParams& params, const CallB
   const int lane = threadIdx.x % 32, size = between.grid.ranks_per_domain;
   const RecordLayout& layout = params.record;
   Records records(between.grid, layout, kControlChunks, call.num_records,
-                  own_part<uint32_t>(between, between.layout.items));
+                  own_part<uint32_t>(between, between.layout.items), kForwardWarps * gridDim.x);
   Record record, next;
   const uint8_t *row = nullptr, *next_row = nullptr;
   Column column, next_column;
@@ -343,7 +343,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ CallBetween call;
   __shared__ uint64_t barriers[kWarps][RowMover::kStages];
-  __shared__ int shared_status;
+  __shared__ int shared_status, num_control_read[kMaxDomains];
   const BetweenDomain& between = params.between;
   const Domain& domain = between.domain;
   const Grid& grid = between.grid;
@@ -363,8 +363,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (params.host_counts != nullptr && threadIdx.x == 0) {
       ptx::store_relaxed_system(&params.host_counts->started, params.counts_epoch);
     }
+    for (int d = threadIdx.x; d < grid.num_domains; d += kThreads) num_control_read[d] = 0;
+    __syncthreads();
     ok = tell_counts(params, waiter, link, epoch);
-    ok &= spread_counts(params, waiter, link, epoch);
+    ok &= spread_counts(params, waiter, link, epoch, num_control_read);
     ok = __syncthreads_and(ok);
   }
   ok &= receive_headers(params, waiter, epoch, call, &is_same);
@@ -375,7 +377,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (leads) {
     if (threadIdx.x == 0) call.verdict = judge(params, call, !ok || !is_same);
     __syncthreads();
-    ok &= agree(params, waiter, link, call);
+    ok &= agree(params, waiter, link, call, num_control_read);
     ok = __syncthreads_and(ok);
     const CallStatus status = !ok || call.verdict.fails     ? kFailed
                               : call.verdict.lacks_capacity ? kNeedsCapacity
@@ -384,6 +386,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       shared_status = status;
       ptx::store_relaxed_system(decision, static_cast<uint64_t>(status) << 32 | epoch);
     }
+    ok &= return_control_chunks(params, waiter, link, call, num_control_read);
     ok &= report(params, call, waiter, epoch, status);
   } else if (threadIdx.x == 0) {
     uint64_t word = static_cast<uint64_t>(kFailed) << 32;

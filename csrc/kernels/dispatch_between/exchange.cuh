@@ -126,13 +126,12 @@ __device__ bool tell_counts(const DispatchBetweenParams& params, const Waiter& w
   return ok;
 }
 
-// Passes on to this domain what the peers have published.
+// Passes on to this domain what the peers have published. num_read[d] becomes 1 once the chunk of domain d is read.
 template <typename Link>
 __device__ bool spread_counts(const DispatchBetweenParams& params, const Waiter& waiter, const Link& link,
-                              uint32_t epoch) {
+                              uint32_t epoch, int* num_read) {
   const Grid& grid = params.between.grid;
   const int lane = threadIdx.x % 32;
-  bool ok = true;
   for (int i = 1 + threadIdx.x / 32; i < grid.num_domains; i += blockDim.x / 32) {
     const int domain = (grid.domain_idx() + i) % grid.num_domains;
     const ChunkStream<Link> stream(params.between, waiter, link, domain);
@@ -140,10 +139,9 @@ __device__ bool spread_counts(const DispatchBetweenParams& params, const Waiter&
     __syncwarp();
     const auto* values = reinterpret_cast<const int32_t*>(stream.chunk(0));
     publish(params, epoch, grid.peer_in(domain), [&](int value) { return values[value]; });
-    __syncwarp();
-    if (lane == 0) ok &= stream.read_rows(0, 1, 1);
+    if (lane == 0) num_read[domain] = 1;
   }
-  return ok;
+  return true;
 }
 
 // Waits for one word of what a source has published.
@@ -363,9 +361,10 @@ __device__ Verdict judge(const DispatchBetweenParams& params, const CallBetween&
 }
 
 // Exchanges verdicts with the peers; call.verdict becomes that of all domains. Every rank reports the same overflow,
-// because sums lack its rows.
+// because sums lack its rows. num_read[d] becomes kControlChunks once the verdict of domain d is read.
 template <typename Link>
-__device__ bool agree(const DispatchBetweenParams& params, const Waiter& waiter, const Link& link, CallBetween& call) {
+__device__ bool agree(const DispatchBetweenParams& params, const Waiter& waiter, const Link& link, CallBetween& call,
+                      int* num_read) {
   const BetweenDomain& between = params.between;
   const Grid& grid = between.grid;
   const int warp = threadIdx.x / 32, num_warps = blockDim.x / 32, lane = threadIdx.x % 32;
@@ -415,9 +414,22 @@ __device__ bool agree(const DispatchBetweenParams& params, const Waiter& waiter,
     if (!has_verdict(i)) continue;
     const ChunkStream<Link> stream(between, waiter, link, domain_of(i), call.first);
     report(*reinterpret_cast<const Verdict*>(stream.chunk(1)));
-    ok &= stream.read_rows(1, 1, 1);
+    num_read[domain_of(i)] = kControlChunks;
   }
   return ok && !has_lost;
+}
+
+// Returns the credits of the chunks that have been read ahead of records. Nobody waits for them now, and a credit waits
+// for everything that its thread has stored.
+template <typename Link>
+__device__ bool return_control_chunks(const DispatchBetweenParams& params, const Waiter& waiter, const Link& link,
+                                      const CallBetween& call, const int* num_read) {
+  bool ok = true;
+  for (int d = threadIdx.x; d < params.between.grid.num_domains; d += blockDim.x) {
+    const ChunkStream<Link> stream(params.between, waiter, link, d, call.first);
+    for (int chunk = 0; chunk < num_read[d]; ++chunk) ok &= stream.read_rows(chunk, 1, 1);
+  }
+  return ok;
 }
 
 }  // namespace
