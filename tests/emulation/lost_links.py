@@ -20,8 +20,8 @@ _CASE = Case("lost_link", 4, 6, hidden=64, topk=2, num_experts=4, num_ranks_per_
 def lose_link_of_last_peers(timeout_s: float) -> tuple[int | None, int]:
     """On 2 × 2 ranks, tokens go to peers only, so that ranks 0 and 2 need nothing of 1 and 3 in a combine.
 
-    Rank 3 closes its link after a dispatch. Then the combine of ranks 0 and 2 comes to its end, and they wait in their
-    next dispatch for ranks 1 and 3, which have lost each other in the combine.
+    Rank 3 closes its link after a dispatch. Then the combine of ranks 0 and 2 comes to its end. In their next dispatch
+    they wait for ranks 1 and 3, which have lost each other in the combine.
 
     Returns:
         Whom this rank's error names, and how many of the calls after the dispatch it has finished.

@@ -250,9 +250,15 @@ def test_with_all_steps(run_briefly: RunEmulated, check: tuple[Any, ...]) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name.replace(" ", "_"))
 def test_a_step_that_is_left_out_is_noticed(run_briefly: RunEmulated, step: Step) -> None:
+    # On a busy machine threads may take turns in an order in which the step is not needed.
     num_ranks, *rest = step.check
-    with pytest.raises(RankError):
-        run_briefly(num_ranks, "emulation.steps.check_without", step.name, *rest)
+    num_runs = 3
+    for _ in range(num_runs):
+        try:
+            run_briefly(num_ranks, "emulation.steps.check_without", step.name, *rest)
+        except RankError:
+            return
+    pytest.fail(f"The check has passed {num_runs} times without the step: {step.name}.")
 
 
 def test_a_link_with_the_rate_of_a_nic(run_emulated: RunEmulated) -> None:
