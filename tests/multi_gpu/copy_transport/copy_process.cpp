@@ -4,6 +4,7 @@
 // loads a kernel, no other thread of it can start a copy; and the kernel that is waited for may need that copy.
 #include <sys/mman.h>
 #include <sys/prctl.h>
+#include <unistd.h>
 
 #include <csignal>
 #include <cstdio>
@@ -89,8 +90,9 @@ class Copier {
 }  // namespace
 
 int main(int num_arguments, char** arguments) {
-  if (num_arguments != 3) return 2;
-  prctl(PR_SET_PDEATHSIG, SIGKILL);  // ends with its rank
+  if (num_arguments != 4) return 2;
+  prctl(PR_SET_PDEATHSIG, SIGKILL);                    // ends with its rank
+  if (getppid() != std::atoi(arguments[3])) return 1;  // which may have ended before
   void* memory = mmap(nullptr, sizeof(CopyQueue), PROT_READ | PROT_WRITE, MAP_SHARED, std::atoi(arguments[1]), 0);
   if (memory == MAP_FAILED) return 2;
   auto* queue = static_cast<CopyQueue*>(memory);

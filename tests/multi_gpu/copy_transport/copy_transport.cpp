@@ -156,8 +156,9 @@ class Copies {
     Dl_info own;
     if (dladdr(reinterpret_cast<void*>(&succeeded), &own) == 0) return false;
     const std::string library = own.dli_fname;
-    std::string program = library.substr(0, library.rfind('/')) + "/copy_process", queue = std::to_string(fd);
-    char* arguments[] = {program.data(), queue.data(), pci_bus_id, nullptr};
+    std::string program = library.substr(0, library.rfind('/')) + "/copy_process";
+    std::string queue = std::to_string(fd), rank = std::to_string(getpid());
+    char* arguments[] = {program.data(), queue.data(), pci_bus_id, rank.data(), nullptr};
     return posix_spawn(&process_, program.c_str(), nullptr, nullptr, arguments, environ) == 0;
   }
 
