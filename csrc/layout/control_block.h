@@ -1,10 +1,10 @@
 // The small symmetric memory of a rank: counts and flags that its peers write, and counters of its own kernels.
 //
 // Epochs number the calls of a kind and live here, not in launch arguments, so that a CUDA graph can be replayed. Flags
-// hold the epoch they were raised in and are never reset. One copy of each is enough: a rank writes those of call n + 1
-// only after every peer has ended call n (dispatch), or after the peer has published that it is ready for call n + 1
-// (combine). What a combine publishes before that has two copies: a rank that waits for nobody's rows may begin call
-// n + 1 before a peer has read its words of call n, but never call n + 2.
+// hold the epoch they were raised in and are never reset. One copy of each is enough. A rank writes those of dispatch
+// n + 1 only after every peer has ended dispatch n, and those of combine n + 1 only after the peer has published that
+// it is ready for it. What a combine publishes before that has two copies: a rank that waits for nobody's rows may
+// begin call n + 1 before a peer has read its words of call n, but never call n + 2.
 #pragma once
 
 #include <cstdint>

@@ -4,7 +4,7 @@
 //     of a combine:  header │ place of each record [n]                     │ records [n], each a row
 //
 // A call has one chunk and one flag for each peer. The link has a ring for each kind of call, with a slot for each
-// buffer, so that a buffer's chunk is free when the call before in that buffer has been forwarded. Words of the link
+// buffer. So a buffer's chunk is free when the call before in that buffer has been forwarded. Words of the link
 // hold the call's number in the buffer and the session. The session names the last barrier or cleaning: numbers of
 // calls begin again there, and words of the link are never reset. Legend: T tokens of the sender, M most tokens of a
 // rank, K top-k, G ranks of a domain.

@@ -86,9 +86,9 @@ class Communicator {
 
   // Waits, without a device synchronisation, until the call with this epoch, which runs on `stream`, has written the
   // host counts. The next call overwrites them. The timeout begins with the call's kernel, however long the stream
-  // needs to reach it. Returns nullptr if the call has failed and a fault is recorded, as soon as this or an earlier
-  // call has lost a rank, and if nothing is written long after the kernel's own deadline or after its end. Throws
-  // CudaError if the stream has failed.
+  // needs to reach it. Returns nullptr if the call has failed and a fault is recorded, and as soon as this or an
+  // earlier call has lost a rank. Also if nothing is written long after the kernel's own deadline or after its end.
+  // Throws CudaError if the stream has failed.
   const HostCounts* wait_for_host_counts(uint32_t counts_epoch, cudaStream_t stream) const;
 
   // What calls inside the domain have in common with those between domains. A dispatch that tells the host its counts

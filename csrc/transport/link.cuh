@@ -14,8 +14,8 @@
 // sender's next write: bulk loads count as read once their barrier has completed. Only kernels of the GPU that owns the
 // window may read it.
 //
-// Calls. Where a proxy carries the commands out, the host opens a call (Proxy::begin_call) before the kernel runs, and
-// exactly one thread of the kernel ends it (end_call) after all its other commands, also when the call has failed: the
+// Calls. Where a proxy carries the commands out, the host opens a call (Proxy::begin_call) before the kernel runs.
+// Exactly one thread of the kernel ends it (end_call) after all its other commands, also when the call has failed. The
 // proxy sleeps when no call is open.
 #pragma once
 

@@ -2,9 +2,9 @@
 
 A figure is named ``KIND.METRIC``, e.g. ``nic.write``, and holds for the number of hosts it was measured with. A job
 passes when it reaches the profile's fraction of the figure. Without a figure, a bandwidth between domains is compared
-with a share of the rate of a GPU's NICs (``bandwidth.of_nics``), and a pair of hosts with GPUs with the median of the
-run. Any other job that ended well passes if its results are right, and its reason says so, unless it measured nothing.
-A job on hosts whose profile cannot be read is `unknown`.
+with a share of the rate of a GPU's NICs (``bandwidth.of_nics``). A pair of hosts with GPUs is then compared with the
+median of the run. Any other job that ended well passes if its results are right, and its reason says so, unless it
+measured nothing. A job on hosts whose profile cannot be read is `unknown`.
 """
 
 from __future__ import annotations

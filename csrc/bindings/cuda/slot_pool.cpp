@@ -56,9 +56,8 @@ class SlotTensors {
   }
 
   // Launches a dispatch of at most `num_rows`, for which a slot must have `slot_bytes`, and returns the tensors;
-  // `handle` as in Communicator::dispatch. None: no call was launched, because slots are smaller, a tensor that is
-  // copied in bulk must be moved, the stream is being captured, no slot is free, or the ranks have agreed on more
-  // slots.
+  // `handle` as in Communicator::dispatch. None: no call was launched. Then slots are smaller, no slot is free, the
+  // ranks have agreed on more slots, a tensor that is copied in bulk must be moved, or the stream is being captured.
   py::object dispatch(Communicator& communicator, const DispatchPlan& plan, int64_t slot_bytes, int64_t num_rows,
                       const DispatchTensors& given, const py::object& memory, int handle, cudaStream_t stream) {
     const uintptr_t ends = reinterpret_cast<uintptr_t>(given.rows) | reinterpret_cast<uintptr_t>(given.scales);

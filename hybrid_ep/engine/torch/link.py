@@ -149,8 +149,8 @@ def _connected(addresses: Store, index: int, num_members: int, limit_s: float) -
 class _Addresses(Store):
     """A board as the store in which gloo looks for addresses.
 
-    It asks again and again. A wait at the store itself would hold up whatever else this process asks it, and two ranks
-    whose threads connect two buffers in different orders would wait for each other.
+    It asks again and again. A wait at the store itself would hold up whatever else this process asks it. Two ranks
+    whose threads connect two buffers in different orders would then wait for each other.
     """
 
     def __init__(self, board: Board, limit_s: float) -> None:
