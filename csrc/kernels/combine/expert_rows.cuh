@@ -28,11 +28,12 @@ class ExpertRows {
   __device__ int row() const { return row_; }
   __device__ int begin() const { return 0; }
   __device__ int end() const { return params_.row_bytes; }
+  __device__ bool is_done() const { return next_row_ < 0; }
 
   __device__ bool next(SourceWalk<1, uint8_t>& walk) {
     const ExpertRowParams& experts = params_.experts;
     const int lane = threadIdx.x % 32;
-    while (next_row_ >= 0) {
+    while (!is_done()) {
       row_ = next_row_;
       const int dst_row = next_dst_row_ < experts.row_limit ? next_dst_row_ : -1;
       look_ahead();

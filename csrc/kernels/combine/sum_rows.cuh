@@ -160,9 +160,10 @@ __device__ void store_nothing(Rows& rows, int row) {
   rows.finish(row);
 }
 
-// Sums all results of a warp, through a ring of its own with a segment for each stage. Collective over the warp. What
-// is summed:
+// Sums the results of a warp until next() finds none and all before are stored. Collective over the warp, which has a
+// ring of its own with a segment for each stage. What is summed:
 //   next(walk)                goes on to the next result that has sources; false if there is none now
+//   is_done()                 whether next() will return nothing more
 //   row(), begin(), end()     of that result, and which of its bytes; parts of a row are whole segments
 //   store(row, offset, sum)   takes the sums of a lane's vectors, from byte `offset` on and 512 bytes apart
 //   finish(row)               once all of a result is stored
@@ -172,7 +173,7 @@ __device__ void store_nothing(Rows& rows, int row) {
 // NOTE: the loop calls next(), store() and finish() in one place each. They are inlined, and next() is most of a
 // kernel.
 template <typename Rows>
-__device__ void sum_rows(Rows& rows, RowRing<0>& ring, Segment* segments) {
+__device__ void sum_rows_here(Rows& rows, RowRing<0>& ring, Segment* segments) {
   const int lane = threadIdx.x % 32;
   SegmentLoads<Rows> loads(rows, ring, segments);
   float sum[kSumVectorsPerLane][8] = {};
@@ -212,6 +213,12 @@ __device__ void sum_rows(Rows& rows, RowRing<0>& ring, Segment* segments) {
     ring.release();
     --num_ahead;
   }
+}
+
+// Sums all results of a warp. Collective over it.
+template <typename Rows>
+__device__ void sum_rows(Rows& rows, RowRing<0>& ring, Segment* segments) {
+  while (!rows.is_done()) sum_rows_here(rows, ring, segments);
 }
 
 // The same with kSumRingBytes of stages, and kSumStages barriers and segments.

@@ -218,13 +218,6 @@ __device__ bool agree(const CombineBetweenParams& params, const Waiter& waiter, 
   return __syncthreads_and(ok);
 }
 
-// Sums all rows of a warp in a role. Returns false if some do not come.
-template <typename Rows>
-__device__ bool sum_all(Rows& rows, RowRing<0>& ring, Segment* segments) {
-  while (!rows.is_done()) sum_rows(rows, ring, segments);
-  return rows.ok();
-}
-
 // kDomainsPerLane: 1 where a warp has a lane for every domain. kIsAlone: every rank is alone in its domain.
 template <typename Link, int kDomainsPerLane, bool kIsAlone>
 __global__ void __launch_bounds__(kThreads, 1)
@@ -302,12 +295,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (!kIsAlone && warp < kFirstSumWarp + kDomainWarps) {
       DomainSums<Link> rows(params, tables, streams, last_flags[warp], waiter, link, epoch,
                             (blockIdx.x * kWarps + warp) % grid.num_domains);
-      ok = sum_all(rows, ring, segments[warp]);
+      sum_rows(rows, ring, segments[warp]);
+      ok = rows.ok();
     }
     if (ok) {
       HomeSums<Link, kDomainsPerLane, kIsAlone> rows(params, tables, streams, waiter, own_waiter, link, epoch,
                                                      gridDim.x * kWarps);
-      sum_all(rows, ring, segments[warp]);
+      sum_rows(rows, ring, segments[warp]);
       rows.return_reads();
       ok = rows.ok();
     }

@@ -43,7 +43,6 @@ class DomainSums {
   __device__ int begin() const { return 0; }
   __device__ int end() const { return params_.row_bytes; }
   __device__ bool ok() const { return ok_; }
-  // Whether next() will return nothing more.
   __device__ bool is_done() const { return !ok_ || claims_.is_done(); }
 
   __device__ bool next(SourceWalk<1, uint8_t>& walk) {

@@ -46,7 +46,6 @@ class HomeSums {
   __device__ int begin() const { return 0; }
   __device__ int end() const { return params_.row_bytes; }
   __device__ bool ok() const { return ok_; }
-  // Whether next() will return nothing more.
   __device__ bool is_done() const { return !ok_ || next_token_ >= params_.num_tokens; }
 
   __device__ bool next(SourceWalk<kSourcesPerLane, uint8_t>& walk) {
