@@ -122,22 +122,24 @@ def published_row(figure: Published) -> str:
 
 def print_measured(found: list[Comparison]) -> None:
     click.echo("| GPUs | calls | figures | mean error | largest | beyond 15 % |\n|---|---|---|---|---|---|")
-    groups: dict[tuple[str, int], list[float]] = {}
+    groups: dict[tuple[str, str, int], list[float]] = {}
     for one in found:
         calls = f"{one.mode}, 20 in a graph" if one.operation.endswith("graph of 20") else one.mode
-        groups.setdefault((calls, one.num_ranks), []).append(one.error)
-    for (mode, num_ranks), of_group in sorted(groups.items(), key=lambda group: (group[0][0] != "normal", group[0])):
+        groups.setdefault((calls, one.gpu, one.num_ranks), []).append(one.error)
+    for (mode, gpu, num_ranks), of_group in sorted(
+        groups.items(), key=lambda group: (group[0][0] != "normal", group[0])
+    ):
         errors = np.array(of_group)
         largest = errors[np.abs(errors).argmax()]
         click.echo(
-            f"| {num_ranks} | {mode} | {len(errors)} | {100 * np.abs(errors).mean():.1f} % | {100 * largest:+.0f} % | "
+            f"| {num_ranks} × {gpu} | {mode} | {len(errors)} | {100 * np.abs(errors).mean():.1f} % | {100 * largest:+.0f} % | "
             f"{int((np.abs(errors) > LIMIT).sum())} |"
         )
     click.echo("\n| GPUs | call | tokens | measured, µs | model, µs | error |\n|---|---|---|---|---|---|")
     for one in found:
         if abs(one.error) > LIMIT:
             click.echo(
-                f"| {one.num_ranks} | {one.mode} {one.operation}, {one.dtype} | {one.num_tokens} | "
+                f"| {one.num_ranks} × {one.gpu} | {one.mode} {one.operation}, {one.dtype} | {one.num_tokens} | "
                 f"{one.measured_us:.1f} | {one.model_us:.1f} | {100 * one.error:+.0f} % |"
             )
 
@@ -197,7 +199,7 @@ def ends(tail: Tail) -> tuple[float, float]:
 @click.command(help=__doc__.splitlines()[0])
 @click.option("--simulate", is_flag=True, help="Simulate as well: some minutes.")
 def main(simulate: bool) -> None:
-    print_measured(compare_results(sorted(RESULTS.glob("*_?gpu.json"))))
+    print_measured(compare_results(sorted(RESULTS.glob("*.json"))))
     click.echo(
         "\n| who | domains | call | published | µs | model, µs | model / published − 1 |\n|---|---|---|---|---|---|---|"
     )

@@ -53,6 +53,7 @@ _MOST_SKEW = 50.0  # above 60, unpopular experts have so few rows that quotients
 @click.option(
     "--nvlink", default=_MACHINE.nvlink, help="NVLink bandwidth of a GPU in each direction by its data sheet, GB/s."
 )
+@click.option("--memory", default=_MACHINE.memory, help="Memory bandwidth of a GPU by its data sheet, GB/s.")
 @click.option(
     "--simulate", default=0, help="Runs of the simulation between domains, which give the tail of the times; 0: none."
 )
@@ -78,6 +79,7 @@ def model(
     nic: float,
     nic_latency: float,
     nvlink: float,
+    memory: float,
     simulate: int,
     straggler: float,
     as_json: bool,
@@ -95,7 +97,7 @@ def model(
         require_number("skew", skew, minimum=0, maximum=_MOST_SKEW)
     if tokens is not None:
         require_int("tokens", tokens, minimum=1)
-    for option, value in (("nic", nic), ("nic-latency", nic_latency), ("nvlink", nvlink)):
+    for option, value in (("nic", nic), ("nic-latency", nic_latency), ("nvlink", nvlink), ("memory", memory)):
         require_number(option, value, minimum=_LEAST, maximum=_MOST)
     sizes = default_workload_sizes("cuda", mode)
     workload = Workload(
@@ -108,7 +110,7 @@ def model(
         seed=seed,
         exponent=ZIPF_EXPONENT if skew is None else skew / SKEWS_PER_EXPONENT,
     )
-    machine = Machine(nic_gbits=nic, nic_latency_us=nic_latency, nvlink=nvlink)
+    machine = Machine(nic_gbits=nic, nic_latency_us=nic_latency, nvlink=nvlink, memory=memory)
     question = Question(workload, domains, ranks_per_domain, mode, num_sms, cached, in_graph, machine)
     if straggler != 1 and not simulate:
         raise ConfigError(f"straggler is {straggler:g} without a simulation; allowed: with --simulate")

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hybrid_ep.errors import ConfigError
+from hybrid_ep.model.machine import Machine
 from hybrid_ep.model.predict import predict
 from hybrid_ep.model.question import MODES, Question
 from hybrid_ep.testing.workload import Workload
@@ -29,6 +31,8 @@ _COMPARED = {
     ),
 }
 _DEFAULT_SMS = 16
+# GB/s, by the data sheets. Everything else that the model asks of a GPU is the same for both.
+_MEMORY = {"H100": 3350.0, "H200": 4800.0}
 
 
 @dataclass(frozen=True)
@@ -37,12 +41,14 @@ class Comparison:
 
     Attributes:
         source: name of the file.
+        gpu: ``H100`` or ``H200``.
         num_ranks, mode, dtype, routing, num_tokens, num_sms, operation: what was measured.
         measured_us: the median.
         model_us: of the model.
     """
 
     source: str
+    gpu: str
     num_ranks: int
     mode: str
     dtype: str
@@ -59,11 +65,21 @@ class Comparison:
 
 
 def compare_results(paths: Iterable[Path]) -> list[Comparison]:
-    """Compares with what `hybrid-ep bench --json` wrote: calls of this library on GPUs of one domain."""
+    """Compares with what `hybrid-ep bench --json` wrote: calls of this library on GPUs of one domain.
+
+    Raises:
+        ConfigError: a file is of other GPUs.
+    """
     return [one for path in paths for one in _compare(path.stem, json.loads(path.read_text(encoding="utf-8")))]
 
 
 def _compare(source: str, report: dict[str, Any]) -> list[Comparison]:
+    gpu = next((name for name in _MEMORY if name in report["device"]), None)
+    if gpu is None:
+        raise ConfigError(
+            f"{source} is of {report['device']}; allowed: GPUs whose name contains {' or '.join(_MEMORY)}"
+        )
+    machine = Machine(memory=_MEMORY[gpu])
     found = []
     for outcome in report["outcomes"]:
         plan, candidate = outcome["plan"], outcome["candidate"]
@@ -82,11 +98,13 @@ def _compare(source: str, report: dict[str, Any]) -> list[Comparison]:
                 num_sms or _DEFAULT_SMS,
                 is_cached=name.endswith("cached"),
                 in_graph=name.endswith("graph of 20"),
+                machine=machine,
             )
             prediction = predict(asked)[name.startswith("combine")]
             found.append(
                 Comparison(
                     source,
+                    gpu,
                     report["num_ranks"],
                     plan["mode"],
                     workload.dtype,

@@ -31,7 +31,9 @@ class Machine:
         sm_sum: rows that an SM of combine takes in or sends, in one domain.
         warp_sum: rows that a warp of combine takes in, between domains.
         part_us: for such a warp to claim a part of a chunk, and to see its sums written.
-        local_copy: rows of a low-latency call that a GPU copies or sums in its own memory.
+        memory: of a GPU, by the vendor's data sheet.
+        memory_efficiency: share of it that the rows of a permuted call reach, as they are copied or summed.
+        local_copy: rows of a low-latency call that a GPU copies or sums in its own memory, mostly in its L2 cache.
         cast: BF16 rows that a GPU casts to FP8 in a low-latency dispatch.
         launch_us: an empty kernel, by the timer of `hybrid-ep bench`.
         graph_launch_us: from the end of a call in a CUDA graph to the begin of the next.
@@ -58,6 +60,8 @@ class Machine:
     sm_sum: float = _constant(62.0, "2 GPUs")
     warp_sum: float = _constant(3.45, "a combine of 2 × 1 H100 without a limit; docs/measured/h100.md")
     part_us: float = _constant(2.0, "2 × 2 H100 without a limit: parts and whole chunks; docs/design/cuda_engine.md")
+    memory: float = _constant(4800.0, "H200; H100: 3350")
+    memory_efficiency: float = _constant(0.52, "2 GPUs, permuted calls on H200")
     local_copy: float = _constant(2500.0, _LOW_LATENCY)
     cast: float = _constant(1200.0, _LOW_LATENCY)
     launch_us: float = _constant(5.2, "timer_floor_us of benchmarks/results")
@@ -81,13 +85,18 @@ class Machine:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             require(0 < value < float("inf"), name, value, "a finite number > 0")
-        for name in ("nvlink_efficiency", "nic_efficiency"):
+        for name in ("nvlink_efficiency", "memory_efficiency", "nic_efficiency"):
             require(getattr(self, name) <= 1, name, getattr(self, name), "0 … 1")
 
     @property
     def nvlink_rate(self) -> float:
         """GB/s that rows reach over NVLink, in each direction."""
         return self.nvlink * self.nvlink_efficiency
+
+    @property
+    def memory_rate(self) -> float:
+        """GB/s that the rows of a permuted call reach in a GPU's memory, read and written."""
+        return self.memory * self.memory_efficiency
 
     @property
     def nic_rate(self) -> float:

@@ -81,7 +81,7 @@ def _normal(question: Question, rows: Rows, call: str) -> Prediction:
     fixed = {"launch": machine.launch_us, "ranks": own_us + machine.rank_us * question.num_ranks_per_domain}
     hops = _nvlink(machine, traffic)
     if question.mode == "permute":
-        copied_us = traffic.copied / (machine.local_copy * _KB_US)
+        copied_us = traffic.copied / (machine.memory_rate * _KB_US)
         # Copies follow the rows, and sums run beside them.
         (fixed if is_dispatch else hops)["local memory"] = copied_us
     num_sms = question.num_sms
