@@ -132,8 +132,8 @@ def print_measured(found: list[Comparison]) -> None:
         errors = np.array(of_group)
         largest = errors[np.abs(errors).argmax()]
         click.echo(
-            f"| {num_ranks} × {gpu} | {mode} | {len(errors)} | {100 * np.abs(errors).mean():.1f} % | {100 * largest:+.0f} % | "
-            f"{int((np.abs(errors) > LIMIT).sum())} |"
+            f"| {num_ranks} × {gpu} | {mode} | {len(errors)} | {100 * np.abs(errors).mean():.1f} % | "
+            f"{100 * largest:+.0f} % | {int((np.abs(errors) > LIMIT).sum())} |"
         )
     click.echo("\n| GPUs | call | tokens | measured, µs | model, µs | error |\n|---|---|---|---|---|---|")
     for one in found:

@@ -178,7 +178,7 @@ def test_a_comparison_refuses_gpus_that_the_model_does_not_know(tmp_path: Path) 
     report = json.loads((RESULTS / "figures_2gpu_h100.json").read_text(encoding="utf-8"))
     other = tmp_path / "figures_2gpu.json"
     other.write_text(json.dumps(report | {"device": "NVIDIA B200"}), encoding="utf-8")
-    with pytest.raises(ConfigError, match="NVIDIA B200; allowed: .*H100 or H200"):
+    with pytest.raises(ConfigError, match=r"NVIDIA B200; allowed: .*H100 or H200"):
         compare_results([other])
 
 
