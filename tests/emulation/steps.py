@@ -284,7 +284,7 @@ STEPS = [
     Step(
         "a chunk of partial rows is written before it is reported",
         _SEND_HOME,
-        "if (pieces.are_paced || num_sent == kWindow) ptx::bulk_wait_written<kWindow>();",
+        "if (kIsPaced || num_sent == kBeforeReport) ptx::bulk_wait_written<kBeforeReport>();",
         ";",
         _ONE_DOMAIN,
     ),

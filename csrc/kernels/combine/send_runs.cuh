@@ -3,8 +3,8 @@
 //     run ─► pieces: bulk load ─► stage ─ bulk store ─► target ─► the run has arrived: reported
 //
 // If it is paced, a warp has at most kWindow pieces on the wire, and all warps together have window_bytes. More bytes
-// would wait inside the GPU and delay the loads of sums. Longer pieces delay them too. Otherwise half of a ring is
-// loaded while the other half is sent.
+// would wait inside the GPU and delay the loads of sums. Longer pieces delay them too. With few SMs these are the
+// limit, and not the wire. Then pieces are long, and half of a ring is loaded while the other half is sent.
 #pragma once
 
 #include <algorithm>
@@ -15,10 +15,14 @@ namespace hybrid_ep {
 namespace {
 
 constexpr int kSendWarps = 2;  // of a CTA
-constexpr int kWindow = 5;
 constexpr int kSendRingBytes = 48 * 1024;
+// Of a warp that is paced.
+constexpr int kWindow = 5;
 constexpr int kMinPieceBytes = 1024;
 constexpr int kMaxPieceBytes = kSendRingBytes / (kWindow + 2);
+// Of one that is not.
+constexpr int kStoresInFlight = 3;
+constexpr int kLongPieceBytes = kSendRingBytes / (2 * kStoresInFlight);
 
 // What a run copies: blocks that follow each other, to targets that are to_stride bytes apart.
 struct Blocks {
@@ -34,7 +38,7 @@ struct Pieces {
   __device__ Pieces(int num_blocks, int block_bytes, int window_bytes, int num_sms) {
     const int share = window_bytes / (num_sms * kSendWarps * kWindow);
     const bool fills_window = share > 0 && share <= kMaxPieceBytes;
-    const int most = fills_window ? max(share, kMinPieceBytes) : kSendRingBytes / (2 * kWindow);
+    const int most = fills_window ? max(share, kMinPieceBytes) : kLongPieceBytes;
     const int num = max((kWindow - 1) / num_blocks + 1, (block_bytes - 1) / most + 1);  // of a block
     num_bytes = (block_bytes - 1) / (num * kLineBytes) * kLineBytes + kLineBytes;
     are_paced = fills_window && num * num_blocks > kWindow;
@@ -63,24 +67,16 @@ class PieceWalk {
   int block_ = 0, offset_ = 0;
 };
 
-// Sends all runs of a warp. Collective over the warp, with kSendRingBytes of stages and kMaxStages barriers. Returns
-// false if a wait was given up. What is sent:
-//   Run                  a run of rows
-//   next(run)            goes on to the next run, without a wait; false if there is none
-//   wait_next(run, ok)   where next() has found none: waits for one; false if none is left, or with *ok false if the
-//                        wait is given up. The warp holds no rows
-//   is_ready(run)        whether it can be sent now
-//   wait_ready(run)      waits until then; false if the wait is given up
-//   kLoadsEarly          whether it can be loaded before it is ready
-//   blocks(run), from(run), to(run)
-//   finish(run)          stores what stands beside the rows
-//   report(run)          once all of it has arrived
-template <typename Runs>
-__device__ bool send_runs(Runs& runs, const Pieces& pieces, uint8_t* stages, uint64_t* barriers) {
+// Sends all runs of a warp, as send_runs() says.
+template <bool kIsPaced, typename Runs>
+__device__ bool send_pieces(Runs& runs, int piece_bytes, uint8_t* stages, uint64_t* barriers) {
   using Run = typename Runs::Run;
+  constexpr int kInFlight = kIsPaced ? kWindow : kStoresInFlight;
+  // A run is reported after as many pieces of the next one. By then it has mostly arrived.
+  constexpr int kBeforeReport = kIsPaced ? kWindow : kStoresInFlight + 1;
   const int lane = threadIdx.x % 32;
-  RowRing<kWindow> ring(stages, barriers, min(kSendRingBytes / pieces.num_bytes, kMaxStages), pieces.num_bytes, lane);
-  const auto pieces_of = [&](const Run& of) { return PieceWalk(runs.blocks(of), pieces.num_bytes); };
+  RowRing<kInFlight> ring(stages, barriers, min(kSendRingBytes / piece_bytes, kMaxStages), piece_bytes, lane);
+  const auto pieces_of = [&](const Run& of) { return PieceWalk(runs.blocks(of), piece_bytes); };
   Run run{}, next{};
   bool ok = true, has_next = false;
   bool has_run = runs.next(run) || runs.wait_next(run, &ok);
@@ -135,10 +131,10 @@ __device__ bool send_runs(Runs& runs, const Pieces& pieces, uint8_t* stages, uin
       if (lane == 0) ptx::bulk_store(target + piece.to(), stage, piece.num_bytes());
       ring.release();
       ++num_sent;
-      if (pieces.are_paced || num_sent == kWindow) ptx::bulk_wait_written<kWindow>();
+      if (kIsPaced || num_sent == kBeforeReport) ptx::bulk_wait_written<kBeforeReport>();
       --num_ahead;
       ask_ahead();
-      if (has_sent && num_sent == kWindow) report();
+      if (has_sent && num_sent == kBeforeReport) report();
     }
     runs.finish(run);
     report_now();  // if this run was too short to report the one before
@@ -162,6 +158,24 @@ __device__ bool send_runs(Runs& runs, const Pieces& pieces, uint8_t* stages, uin
   }
   if (ok) report_now();
   return ok;
+}
+
+// Sends all runs of a warp. Collective over the warp, with kSendRingBytes of stages and kMaxStages barriers. Returns
+// false if a wait was given up. What is sent:
+//   Run                  a run of rows
+//   next(run)            goes on to the next run, without a wait; false if there is none
+//   wait_next(run, ok)   where next() has found none: waits for one; false if none is left, or with *ok false if the
+//                        wait is given up. The warp holds no rows
+//   is_ready(run)        whether it can be sent now
+//   wait_ready(run)      waits until then; false if the wait is given up
+//   kLoadsEarly          whether it can be loaded before it is ready
+//   blocks(run), from(run), to(run)
+//   finish(run)          stores what stands beside the rows
+//   report(run)          once all of it has arrived
+template <typename Runs>
+__device__ bool send_runs(Runs& runs, const Pieces& pieces, uint8_t* stages, uint64_t* barriers) {
+  return pieces.are_paced ? send_pieces<true>(runs, pieces.num_bytes, stages, barriers)
+                          : send_pieces<false>(runs, pieces.num_bytes, stages, barriers);
 }
 
 }  // namespace
