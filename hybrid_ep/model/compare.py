@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.model.machine import Machine
+from hybrid_ep.model.machine import GPU_MEMORY, Machine
 from hybrid_ep.model.predict import predict
 from hybrid_ep.model.question import MODES, Question
 from hybrid_ep.testing.workload import Workload
@@ -31,8 +31,6 @@ _COMPARED = {
     ),
 }
 _DEFAULT_SMS = 16
-# GB/s, by the data sheets. Everything else that the model asks of a GPU is the same for both.
-_MEMORY = {"H100": 3350.0, "H200": 4800.0}
 
 
 @dataclass(frozen=True)
@@ -74,12 +72,12 @@ def compare_results(paths: Iterable[Path]) -> list[Comparison]:
 
 
 def _compare(source: str, report: dict[str, Any]) -> list[Comparison]:
-    gpu = next((name for name in _MEMORY if name in report["device"]), None)
+    gpu = next((name for name in GPU_MEMORY if name in report["device"]), None)
     if gpu is None:
         raise ConfigError(
-            f"{source} is of {report['device']}; allowed: GPUs whose name contains {' or '.join(_MEMORY)}"
+            f"{source} is of {report['device']}; allowed: GPUs whose name contains {' or '.join(GPU_MEMORY)}"
         )
-    machine = Machine(memory=_MEMORY[gpu])
+    machine = Machine(memory=GPU_MEMORY[gpu])
     found = []
     for outcome in report["outcomes"]:
         plan, candidate = outcome["plan"], outcome["candidate"]

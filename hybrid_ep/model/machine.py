@@ -10,8 +10,10 @@ from dataclasses import asdict, dataclass, field, fields
 
 from hybrid_ep.core.checks import require
 
-__all__ = ["Machine"]
+__all__ = ["GPU_MEMORY", "Machine"]
 
+# GB/s, by the data sheets. The model has no other constant in which these GPUs differ.
+GPU_MEMORY = {"H100": 3350.0, "H200": 4800.0}
 _LOW_LATENCY = "low-latency calls on 2, 4 and 8 GPUs"
 
 
@@ -60,7 +62,7 @@ class Machine:
     sm_sum: float = _constant(62.0, "2 GPUs")
     warp_sum: float = _constant(3.45, "a combine of 2 × 1 H100 without a limit; docs/measured/h100.md")
     part_us: float = _constant(2.0, "2 × 2 H100 without a limit: parts and whole chunks; docs/design/cuda_engine.md")
-    memory: float = _constant(4800.0, "H200; H100: 3350")
+    memory: float = _constant(GPU_MEMORY["H200"], "data sheet of the H200; H100: 3350")
     memory_efficiency: float = _constant(0.52, "2 GPUs, permuted calls on H200")
     local_copy: float = _constant(2500.0, _LOW_LATENCY)
     cast: float = _constant(1200.0, _LOW_LATENCY)
