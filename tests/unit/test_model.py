@@ -31,7 +31,8 @@ from hybrid_ep.testing.workload import HOT_SHARE, Workload, log_popularity
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, KERNELS = ROOT / "benchmarks" / "results", ROOT / "csrc" / "kernels"
 
-# What docs/measured/model.md says is not within 15 %, by (ranks, mode, dtype, tokens, call): and by how much, in %.
+# What docs/measured/model.md says is not within 15 %, by (GPU, ranks, mode, dtype, tokens, call): and by how much,
+# in %.
 BEYOND = {
     ("H100", 2, "normal", "bf16", 256, "dispatch: cached"): -19,
     ("H100", 2, "normal", "fp8", 256, "dispatch: cached"): -26,
