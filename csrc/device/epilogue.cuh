@@ -7,15 +7,15 @@
 
 namespace hybrid_ep {
 
-// Collective over the CTA; `ok` is false if a wait was given up. Makes all writes of the CTA visible at system scope.
-// Returns true in the last CTA of the grid, which then sees the writes of all CTAs.
+// Collective over the CTA; `ok` is false if a wait was given up. Returns true in the last CTA of the grid, which then
+// sees the writes of all CTAs. A release at system scope by that CTA publishes them all, because releases are
+// cumulative.
 __device__ inline bool finish_cta(ControlBlock& own, bool ok) {
   __shared__ bool is_last;
   // NOTE: not __syncthreads_and(ok): where one thread alone uses the result, ptxas 13.0 lets it arrive twice.
   if (!ok) own.failed = 1;
   __syncthreads();
   if (threadIdx.x == 0) {
-    ptx::fence_acq_rel_system();
     is_last = ptx::add_acq_rel_gpu(&own.finished_ctas, 1) == gridDim.x - 1;
   }
   __syncthreads();
@@ -26,7 +26,9 @@ __device__ inline bool finish_cta(ControlBlock& own, bool ok) {
 __device__ inline void end_kernel(const Waiter& waiter, ControlBlock& own, uint32_t& epoch_counter, uint32_t epoch) {
   __syncthreads();
   if (threadIdx.x != 0) return;
-  if (own.failed == 0) waiter.withdraw_missed();
+  // Both are loaded at once, because the kernel ends when they have come.
+  const bool has_failed = own.failed != 0, has_missed = waiter.has_missed();
+  if (!has_failed && has_missed) waiter.withdraw_missed();
   own.arrived_ctas = own.routed_ctas = 0;
   own.started_ctas = 0;
   own.finished_ctas = 0;

@@ -158,8 +158,7 @@ __device__ void finish_send(const LowLatencyDomain& domain, const bool* present,
   LowLatencyProgress& progress = channel_of(domain, domain.rank).send;
   has_lost = __syncthreads_or(has_lost);
   if (threadIdx.x != 0) return;
-  ptx::fence_acq_rel_system();
-  const uint32_t before = ptx::add_relaxed_gpu(&progress.finished_ctas, has_lost ? kLost + 1 : 1);
+  const uint32_t before = ptx::add_acq_rel_gpu(&progress.finished_ctas, has_lost ? kLost + 1 : 1);
   if (before % kLost != num_ctas - 1) return;
   ptx::fence_acq_rel_system();
   has_lost = has_lost || before >= kLost;

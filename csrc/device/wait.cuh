@@ -202,10 +202,14 @@ class Waiter {
 
   __device__ bool expired() const { return ptx::clock_ns() > deadline_; }
 
-  // Withdraws the rank that this one has published, once a call has succeeded: that rank was only late, and must not be
-  // named when another one is lost. Called by one thread.
+  // Whether this rank has published one that it waits for.
+  __device__ bool has_missed() const {
+    return control_ != nullptr && ptx::load_relaxed_gpu(&control_[rank_]->missed[rank_]) != 0u;
+  }
+
+  // Withdraws the rank of has_missed(), once a call has succeeded: that rank was only late, and must not be named when
+  // another one is lost. Called by one thread.
   __device__ void withdraw_missed() const {
-    if (control_ == nullptr || __ldcg(&control_[rank_]->missed[rank_]) == 0u) return;
     for (int r = 0; r < num_ranks_; ++r) ptx::store_release_system(&control_[r]->missed[rank_], 0u);
   }
 

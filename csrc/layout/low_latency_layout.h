@@ -113,7 +113,7 @@ struct LowLatencyChannel {
   // Written by this rank.
   LowLatencyProgress send, receive;
   // kNoSignalBit and the index of a signal that did not come to a combine; 0 between kernels. Set by atomics, read by
-  // the last CTA behind the fences of finish_send.
+  // the last CTA of finish_send.
   uint32_t no_signal;
   uint32_t waited_us[kMaxRanks];  // for i in this call, as far as known (dispatch with wait statistics); by atomics
   // Whether i takes part in a call that receives, << 32, and the epoch of that call: see decide(). Set by atomics.

@@ -9,12 +9,13 @@
 namespace hybrid_ep {
 namespace {
 
-// Publishes to all ranks that this rank's kernel runs, so that no earlier one reads the arena's first slot. `call` are
-// the words of ControlBlock::ready. By the threads of one CTA.
+// Publishes to all ranks that this rank's kernel runs, so that no earlier one reads the arena's first slot. Earlier
+// kernels have ended, so the words need no release. `call` are the words of ControlBlock::ready. By the threads of one
+// CTA.
 __device__ void publish_ready(const Domain& domain, const uint32_t (&call)[kNumReadyWords], uint32_t epoch) {
   for (int i = threadIdx.x; i < kNumReadyWords * domain.num_ranks; i += blockDim.x) {
     const int word = i % kNumReadyWords;
-    ptx::store_release_system(&domain.control[i / kNumReadyWords]->ready[epoch % 2][domain.rank][word],
+    ptx::store_relaxed_system(&domain.control[i / kNumReadyWords]->ready[epoch % 2][domain.rank][word],
                               static_cast<uint64_t>(call[word]) << 32 | epoch);
   }
 }
