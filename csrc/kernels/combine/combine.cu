@@ -5,9 +5,10 @@
 //
 // The rows of one source are one run of x, and one run in the source's arena, so the push copies chunks. Rows of this
 // rank's own tokens are not moved: the sum reads them from x. The kernel pushes, so x may be any memory. The first
-// warps of a CTA send, one reports chunks that have arrived, the others sum (partial_rows.cuh). Warps claim work by
-// index, because SMs do not get equal parts of the wire and a token waits for its last row. From experts, x is itself a
-// sum, which further CTAs make (expert_rows.cuh). Legend: T tokens, R ranks, N received rows, H hidden, W weights.
+// warps of a CTA send and then sum, one reports chunks that have arrived, the others sum (partial_rows.cuh). Warps
+// claim work by index, because SMs do not get equal parts of the wire and a token waits for its last row. From experts,
+// x is itself a sum, which further CTAs make (expert_rows.cuh). Legend: T tokens, R ranks, N received rows, H hidden, W
+// weights.
 #include <cuda_runtime.h>
 
 #include "device/epilogue.cuh"
@@ -189,20 +190,25 @@ __global__ void __launch_bounds__(kCombineThreads, 1) combine_kernel(const __gri
     }
   }
   bool ok = true;
-  if (cta >= 0 && warp < kSendWarps) {
-    ok = send_rows<kFromExperts>(params, routes, waiter, epoch, cta, shared + warp * kSendRingBytes,
-                                 send_barriers[warp], own.report_queues[cta][warp]);
-    if (threadIdx.x % 32 == 0) push_report(own.report_queues[cta][warp], kLastReport);
-  } else if (cta >= 0 && warp == kSendWarps) {
+  if (cta >= 0 && warp == kSendWarps) {
     report_chunks<kSendWarps>(own.report_queues[cta], [&](int32_t report) { raise_flag(domain, epoch, report); });
   } else if (cta >= 0) {
     // Peers send their rows when all ranks are ready. If one is not, the senders' report must come first.
     const Waiter row_waiter(domain.fault, KernelName::kCombine, domain.rank, domain.timeout_ns + kListenNs,
                             domain.control, domain.num_ranks);
-    PartialRows<kRanksPerLane, kFromExperts> rows(params, routes, row_waiter, epoch, kSumWarps * params.num_sms);
-    const int ring = warp - kSendWarps - 1;
-    sum_rows(rows, shared + kSendWarps * kSendRingBytes + ring * kSumRingBytes, sum_barriers[ring], segments[ring]);
-    ok = rows.ok();
+    uint8_t* stages = shared + warp * kSendRingBytes;
+    if (warp < kSendWarps) {
+      ReportQueue& queue = own.report_queues[cta][warp];
+      ok = send_rows<kFromExperts>(params, routes, waiter, epoch, cta, stages, send_barriers[warp], queue);
+      if (threadIdx.x % 32 == 0) push_report(queue, kLastReport);
+    } else {
+      stages = shared + kSendWarps * kSendRingBytes + (warp - kSendWarps - 1) * kSumRingBytes;
+    }
+    if (ok) {
+      PartialRows<kRanksPerLane, kFromExperts> rows(params, routes, row_waiter, epoch, kSumWarps * params.num_sms);
+      sum_rows(rows, stages, sum_barriers[warp], segments[warp]);
+      ok = rows.ok();
+    }
   }
   if (finish_cta(own, ok)) end_kernel(waiter, own, own.combine_epoch, epoch);
 }
