@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from hybrid_ep.balance import ExpertPlacement
 from hybrid_ep.balance.grouped import dispatch_online
 from hybrid_ep.balance.online import map_online, plan_online
 from hybrid_ep.nn import MoELayer
+from tests.conftest import RunRanks
 from tests.emulation.balance import check_routes, check_take
 from tests.emulation.experts import (
     begin_copy,
@@ -28,21 +29,12 @@ from tests.emulation.pushed_experts import (
     check_ranks_that_disagree,
     check_several_launches,
 )
+from tests.multi_gpu.conftest import every_engine
 from tests.multi_process.test_load_balance import check_other_mappings
 from tests.rank_pool import RankPool
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="no GPU is visible")]
-
-RunGpus = Callable[..., object]
-
-
-@pytest.fixture(scope="module", params=["torch", "cuda"])
-def run_gpus(request: pytest.FixtureRequest) -> Iterator[RunGpus]:
-    """Returns `run(num_ranks, function, *args)` on GPUs, with each engine."""
-    pool = RankPool(device="cuda", variables={"HYBRID_EP_ENGINE": request.param})
-    yield pool.run
-    pool.close()
 
 
 def test_a_captured_plan_is_that_of_the_cpu() -> None:
@@ -165,26 +157,29 @@ def _move() -> None:
     assert torch.equal(home.cpu(), want_home)
 
 
+@every_engine
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_weights_and_gradients_move(run_gpus: RunGpus, num_ranks: int) -> None:
+def test_weights_and_gradients_move(run_gpus: RunRanks, num_ranks: int) -> None:
     if num_ranks > NUM_GPUS:
         pytest.skip(f"{num_ranks} GPUs are needed, {NUM_GPUS} are visible")
     run_gpus(num_ranks, _move)
 
 
+@every_engine
 @pytest.mark.skipif(NUM_GPUS < 2, reason="two GPUs are needed")
-def test_ranks_with_other_mappings_are_told_so(run_gpus: RunGpus) -> None:
+def test_ranks_with_other_mappings_are_told_so(run_gpus: RunRanks) -> None:
     run_gpus(2, check_other_mappings, 2, "cuda")
     run_gpus(2, check_ranks_that_disagree)
 
 
+@every_engine
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize(
     "check",
     [check_copies, check_copies_in_turn, check_pushes, check_pushes_in_turn, check_several_launches],
     ids=lambda check: check.__name__,
 )
-def test_copies_of_experts(run_gpus: RunGpus, check: Callable[[], None], num_ranks: int) -> None:
+def test_copies_of_experts(run_gpus: RunRanks, check: Callable[[], None], num_ranks: int) -> None:
     """Of all sizes and alignments, between other calls and one behind the other."""
     if num_ranks > NUM_GPUS:
         pytest.skip(f"{num_ranks} GPUs are needed, {NUM_GPUS} are visible")
@@ -258,8 +253,9 @@ def _dispatch_without_sync() -> None:
             assert int(got.spare_ends[-1]) == num_tokens * num_topk == got.rows.shape[0]
 
 
+@every_engine
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_dispatch_along_a_plan_waits_for_no_host(run_gpus: RunGpus, num_ranks: int) -> None:
+def test_a_dispatch_along_a_plan_waits_for_no_host(run_gpus: RunRanks, num_ranks: int) -> None:
     if num_ranks > NUM_GPUS:
         pytest.skip(f"{num_ranks} GPUs are needed, {NUM_GPUS} are visible")
     run_gpus(num_ranks, _dispatch_without_sync)
@@ -297,7 +293,8 @@ def _layer_with_replicas() -> None:
             assert (a - b).norm() / b.norm() < 16 * 2.0**-8
 
 
-def test_a_layer_with_replicas_is_the_layer_without(run_gpus: RunGpus) -> None:
+@every_engine
+def test_a_layer_with_replicas_is_the_layer_without(run_gpus: RunRanks) -> None:
     if NUM_GPUS < 2:
         pytest.skip(f"2 GPUs are needed, {NUM_GPUS} are visible")
     run_gpus(2, _layer_with_replicas)

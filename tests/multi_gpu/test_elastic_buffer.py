@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from tests.battery.cases import CASES, Case
 from tests.battery.cases import select as select_cases
 from tests.battery.hybrid import permuted_rows
 from tests.battery.normal import equal, gather_rows
-from tests.rank_pool import RankPool
+from tests.conftest import RunRanks
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="no GPU is visible")]
@@ -22,20 +22,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="no GPU 
 NAMES = ("one_rank", "two_ranks", "hidden_7168", "every_expert", "four_ranks", "holes", "duplicates", "hot_expert")
 FITTING = [c for c in select_cases(CASES, num_ranks=max(NUM_GPUS, 1), one_domain=True) if c.id in NAMES]
 
-RunGpus = Callable[..., object]
-
-
-@pytest.fixture(scope="module")
-def run_gpus() -> Iterator[RunGpus]:
-    """Returns `run(num_ranks, function, *args)` on GPUs, with the cuda engine forced."""
-    pool = RankPool(device="cuda", variables={"HYBRID_EP_ENGINE": "cuda", "HYBRID_EP_TIMEOUT_S": "10"})
-    yield pool.run
-    pool.close()
-
 
 @pytest.mark.parametrize("check", [elastic.check_compact, elastic.check_expanded, elastic.check_masked_decode])
 @pytest.mark.parametrize("case", FITTING, ids=lambda case: case.id)
-def test_elastic_buffer(run_gpus: RunGpus, case: Case, check: Callable[..., None]) -> None:
+def test_elastic_buffer(run_gpus: RunRanks, case: Case, check: Callable[..., None]) -> None:
     run_gpus(case.num_ranks, check, case, "cuda")
 
 
@@ -50,17 +40,17 @@ def test_elastic_buffer(run_gpus: RunGpus, case: Case, check: Callable[..., None
         elastic.check_other_handles,
     ],
 )
-def test_calls_of_consumers(run_gpus: RunGpus, check: Callable[..., None]) -> None:
+def test_calls_of_consumers(run_gpus: RunRanks, check: Callable[..., None]) -> None:
     run_gpus(NUM_GPUS, check, Case("consumer", NUM_GPUS, 30, num_experts=8 * NUM_GPUS), "cuda")
 
 
 @pytest.mark.parametrize("check", [elastic.check_compact, elastic.check_expanded])
-def test_the_same_under_the_later_name(run_gpus: RunGpus, check: Callable[..., None]) -> None:
+def test_the_same_under_the_later_name(run_gpus: RunRanks, check: Callable[..., None]) -> None:
     run_gpus(FITTING[-1].num_ranks, check, FITTING[-1], "cuda", EPBuffer)
 
 
 @pytest.mark.parametrize("by_expert", [False, True])
-def test_graph_replay(run_gpus: RunGpus, by_expert: bool) -> None:
+def test_graph_replay(run_gpus: RunRanks, by_expert: bool) -> None:
     run_gpus(NUM_GPUS, _check_graph, by_expert)
 
 
@@ -120,7 +110,7 @@ def _check_graph(by_expert: bool) -> None:
             equal(home, case.inputs(rank).topk_weights, "combined_topk_weights")
 
 
-def test_default_numbers_of_sms(run_gpus: RunGpus) -> None:
+def test_default_numbers_of_sms(run_gpus: RunRanks) -> None:
     run_gpus(NUM_GPUS, _check_num_sms)
 
 

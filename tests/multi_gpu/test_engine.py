@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,10 +13,10 @@ from hybrid_ep.testing.cluster import VirtualCluster
 from tests.battery import grouped, hybrid, normal, other_calls, refused_low_latency, refused_normal
 from tests.battery.cases import CASES, Case
 from tests.battery.cases import select as select_cases
+from tests.conftest import RunRanks
 from tests.emulation.layout import check_probs
 from tests.emulation.small_slots import check_with_small_slots
 from tests.multi_gpu import behaviour, capacity, late_errors, random_routings, refusals, subgroups
-from tests.rank_pool import RankPool
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="no GPU is visible")]
@@ -25,27 +25,16 @@ FITTING = select_cases(CASES, num_ranks=max(NUM_GPUS, 1), one_domain=True)
 every_case = pytest.mark.parametrize("case", FITTING, ids=lambda case: case.id)
 fp8_cases = pytest.mark.parametrize("case", [c for c in FITTING if c.hidden % 128 == 0], ids=lambda case: case.id)
 
-RunGpus = Callable[..., object]
-
-
-@pytest.fixture(scope="module")
-def run_gpus() -> Iterator[RunGpus]:
-    """Returns `run(num_ranks, function, *args)` on GPUs, with the cuda engine forced."""
-    variables = {"HYBRID_EP_ENGINE": "cuda", "HYBRID_EP_TIMEOUT_S": "10"}
-    pool = RankPool(device="cuda", variables=variables)
-    yield pool.run
-    pool.close()
-
 
 @pytest.mark.parametrize("check", [normal.check_round_trip, normal.check_cached, normal.check_bound])
 @every_case
-def test_normal(run_gpus: RunGpus, case: Case, check: Callable[..., None]) -> None:
+def test_normal(run_gpus: RunRanks, case: Case, check: Callable[..., None]) -> None:
     run_gpus(case.num_ranks, check, case, "cuda")
 
 
 @fp8_cases
 @pytest.mark.parametrize("check", [normal.check_fp8, normal.check_nvfp4, normal.check_repeated])
-def test_normal_quantised(run_gpus: RunGpus, case: Case, check: Callable[..., None]) -> None:
+def test_normal_quantised(run_gpus: RunRanks, case: Case, check: Callable[..., None]) -> None:
     run_gpus(case.num_ranks, check, case, "cuda")
 
 
@@ -53,16 +42,16 @@ def test_normal_quantised(run_gpus: RunGpus, case: Case, check: Callable[..., No
     "check", [hybrid.check_plain, hybrid.check_permuted, hybrid.check_permuted_cached, hybrid.check_overflow]
 )
 @every_case
-def test_hybrid(run_gpus: RunGpus, case: Case, check: Callable[..., None]) -> None:
+def test_hybrid(run_gpus: RunRanks, case: Case, check: Callable[..., None]) -> None:
     run_gpus(case.num_ranks, check, case, "cuda")
 
 
 @fp8_cases
-def test_hybrid_fp8(run_gpus: RunGpus, case: Case) -> None:
+def test_hybrid_fp8(run_gpus: RunRanks, case: Case) -> None:
     run_gpus(case.num_ranks, _permuted_fp8, case)
 
 
-def test_numbers_of_sms(run_gpus: RunGpus) -> None:
+def test_numbers_of_sms(run_gpus: RunRanks) -> None:
     run_gpus(NUM_GPUS, hybrid.check_sms, Case("sms", NUM_GPUS, 60, num_experts=8 * NUM_GPUS), "cuda")
 
 
@@ -74,14 +63,14 @@ def test_probs() -> None:
     check_probs(64, "cuda")
 
 
-def test_tokens_with_many_experts(run_gpus: RunGpus) -> None:
+def test_tokens_with_many_experts(run_gpus: RunRanks) -> None:
     case = Case("wide", NUM_GPUS, 50, hidden=7168, topk=min(64, 36 * NUM_GPUS), num_experts=36 * NUM_GPUS)
     run_gpus(NUM_GPUS, hybrid.check_wide, case, "cuda")
     run_gpus(NUM_GPUS, hybrid.check_plain, case, "cuda")
 
 
 @pytest.mark.parametrize("check", [normal.check_two_buffers, hybrid.check_two_buffers])
-def test_two_buffers(run_gpus: RunGpus, check: Callable[..., None]) -> None:
+def test_two_buffers(run_gpus: RunRanks, check: Callable[..., None]) -> None:
     run_gpus(NUM_GPUS, check, Case("two_buffers", NUM_GPUS, 20, num_experts=8 * NUM_GPUS), "cuda")
 
 
@@ -104,25 +93,25 @@ def test_two_buffers(run_gpus: RunGpus, check: Callable[..., None]) -> None:
         refused_normal.check_refused_rows_of_kernels,
     ],
 )
-def test_ranks_that_disagree_are_told_so(run_gpus: RunGpus, check: Callable[[str], None]) -> None:
+def test_ranks_that_disagree_are_told_so(run_gpus: RunRanks, check: Callable[[str], None]) -> None:
     run_gpus(2, check, "cuda")
 
 
 @pytest.mark.skipif(NUM_GPUS < 4, reason="two groups of two ranks need 4 GPUs")
 @pytest.mark.parametrize("members", [[[0, 1], [2, 3]], [[0, 2], [3, 1]]], ids=["neighbours", "interleaved"])
 @pytest.mark.parametrize("check", [subgroups.check_groups_apart, subgroups.check_groups_and_all])
-def test_subgroups(run_gpus: RunGpus, members: list[list[int]], check: Callable[..., None]) -> None:
+def test_subgroups(run_gpus: RunRanks, members: list[list[int]], check: Callable[..., None]) -> None:
     run_gpus(4, check, members)
 
 
-def test_random_routings(run_gpus: RunGpus) -> None:
+def test_random_routings(run_gpus: RunRanks) -> None:
     run_gpus(NUM_GPUS, random_routings.check_random_routings, 2000)
 
 
 @pytest.mark.parametrize(
     "check", [behaviour.check_graph, behaviour.check_graph_by_expert, behaviour.check_graph_by_map]
 )
-def test_graph_replay(run_gpus: RunGpus, check: Callable[[int], None]) -> None:
+def test_graph_replay(run_gpus: RunRanks, check: Callable[[int], None]) -> None:
     run_gpus(NUM_GPUS, check, 40)
 
 
@@ -152,7 +141,7 @@ def test_graph_replay(run_gpus: RunGpus, check: Callable[[int], None]) -> None:
         refusals.check_misaligned_scales,
     ],
 )
-def test_behaviour(run_gpus: RunGpus, check: Callable[..., None]) -> None:
+def test_behaviour(run_gpus: RunRanks, check: Callable[..., None]) -> None:
     run_gpus(NUM_GPUS, check)
 
 
@@ -167,14 +156,14 @@ def test_behaviour(run_gpus: RunGpus, check: Callable[..., None]) -> None:
         refusals.check_too_many_tokens,
     ],
 )
-def test_what_one_rank_gets_wrong_all_are_told(run_gpus: RunGpus, check: Callable[[], None]) -> None:
+def test_what_one_rank_gets_wrong_all_are_told(run_gpus: RunRanks, check: Callable[[], None]) -> None:
     run_gpus(NUM_GPUS, check)
 
 
 @pytest.mark.parametrize(
     ("check", "num_ranks"), [("check_common_bounds_that_differ", 2), ("check_combine_beyond_bound", 3)]
 )
-def test_small_slots(run_gpus: RunGpus, check: str, num_ranks: int) -> None:
+def test_small_slots(run_gpus: RunRanks, check: str, num_ranks: int) -> None:
     if num_ranks > NUM_GPUS:
         pytest.skip(f"{num_ranks} ranks need as many GPUs")
     run_gpus(NUM_GPUS, check_with_small_slots, f"multi_gpu.refusals.{check}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ from tests.battery import low_latency as battery
 from tests.battery import low_latency_masks, signals
 from tests.battery.cases import LOW_LATENCY_CASES, Case
 from tests.battery.cases import select as select_cases
+from tests.conftest import RunRanks
 from tests.multi_gpu import low_latency, low_latency_losses
-from tests.rank_pool import RankPool
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="no GPU is visible")]
@@ -24,49 +24,38 @@ every_kind = pytest.mark.parametrize(
 )
 needs_peer = pytest.mark.skipif(NUM_GPUS < 2, reason="a rank cannot lose itself")
 
-RunGpus = Callable[..., object]
-
-
-@pytest.fixture(scope="module")
-def run_gpus() -> Iterator[RunGpus]:
-    """Returns `run(num_ranks, function, *args)` on GPUs, with the cuda engine forced."""
-    variables = {"HYBRID_EP_ENGINE": "cuda", "HYBRID_EP_TIMEOUT_S": "10"}
-    pool = RankPool(device="cuda", variables=variables)
-    yield pool.run
-    pool.close()
-
 
 @pytest.mark.parametrize("format_name", battery.FORMATS)
 @every_case
-def test_case(run_gpus: RunGpus, case: Case, format_name: str) -> None:
+def test_case(run_gpus: RunRanks, case: Case, format_name: str) -> None:
     run_gpus(case.num_ranks, battery.check_low_latency, case, format_name, "cuda")
 
 
 @every_case
-def test_overlapping_batches(run_gpus: RunGpus, case: Case) -> None:
+def test_overlapping_batches(run_gpus: RunRanks, case: Case) -> None:
     run_gpus(case.num_ranks, battery.check_overlapping_batches, case, "cuda")
 
 
 @pytest.mark.parametrize("case", [case for case in FITTING if case.hidden % 128 == 0], ids=lambda case: case.id)
-def test_logfmt(run_gpus: RunGpus, case: Case) -> None:
+def test_logfmt(run_gpus: RunRanks, case: Case) -> None:
     run_gpus(case.num_ranks, battery.check_logfmt, case, "cuda")
 
 
-def test_cleaned_buffers_forget(run_gpus: RunGpus) -> None:
+def test_cleaned_buffers_forget(run_gpus: RunRanks) -> None:
     run_gpus(NUM_GPUS, battery.check_cleaned, Case("cleaned", NUM_GPUS, 12), "cuda")
 
 
-def test_what_is_not_received(run_gpus: RunGpus) -> None:
+def test_what_is_not_received(run_gpus: RunRanks) -> None:
     run_gpus(NUM_GPUS, battery.check_unreceived, "cuda")
 
 
 @needs_peer
-def test_a_late_rank_is_waited_for(run_gpus: RunGpus) -> None:
+def test_a_late_rank_is_waited_for(run_gpus: RunRanks) -> None:
     run_gpus(NUM_GPUS, low_latency_masks.check_late_rank, "cuda")
 
 
 @every_case
-def test_mixed_hooks(run_gpus: RunGpus, case: Case) -> None:
+def test_mixed_hooks(run_gpus: RunRanks, case: Case) -> None:
     run_gpus(case.num_ranks, battery.check_mixed_hooks, case, "cuda")
     run_gpus(case.num_ranks, battery.check_repeats, case, "cuda")
 
@@ -74,12 +63,12 @@ def test_mixed_hooks(run_gpus: RunGpus, case: Case) -> None:
 @pytest.mark.parametrize(
     ("kind", "use_logfmt"), [("comp_signal", False), ("comp_signal", True), ("src_signals", False)]
 )
-def test_combine_beside_experts(run_gpus: RunGpus, kind: str, use_logfmt: bool) -> None:
+def test_combine_beside_experts(run_gpus: RunRanks, kind: str, use_logfmt: bool) -> None:
     run_gpus(NUM_GPUS, signals.check_signals, kind, use_logfmt, "cuda")
 
 
 @needs_peer
-def test_a_signal_of_experts_that_does_not_come(run_gpus: RunGpus) -> None:
+def test_a_signal_of_experts_that_does_not_come(run_gpus: RunRanks) -> None:
     run_gpus(NUM_GPUS, signals.check_missing_signal, 4.0, "cuda")
 
 
@@ -97,17 +86,17 @@ def test_a_signal_of_experts_that_does_not_come(run_gpus: RunGpus) -> None:
         low_latency.check_streams,
     ],
 )
-def test_behaviour(run_gpus: RunGpus, check: Callable[..., None]) -> None:
+def test_behaviour(run_gpus: RunRanks, check: Callable[..., None]) -> None:
     run_gpus(NUM_GPUS, check)
 
 
-def test_replays(run_gpus: RunGpus) -> None:
+def test_replays(run_gpus: RunRanks) -> None:
     run_gpus(NUM_GPUS, low_latency.check_replays, 10_000)
 
 
 @needs_peer
 @every_kind
-def test_masks_by_hand(run_gpus: RunGpus, fp8: bool, hooked: bool) -> None:
+def test_masks_by_hand(run_gpus: RunRanks, fp8: bool, hooked: bool) -> None:
     run_gpus(NUM_GPUS, low_latency_losses.check_masks_by_hand, fp8, hooked)
 
 
@@ -122,21 +111,21 @@ def test_masks_by_hand(run_gpus: RunGpus, fp8: bool, hooked: bool) -> None:
         low_latency_losses.check_told_once,
     ],
 )
-def test_ranks_that_do_not_come(run_gpus: RunGpus, check: Callable[[float], None]) -> None:
+def test_ranks_that_do_not_come(run_gpus: RunRanks, check: Callable[[float], None]) -> None:
     run_gpus(NUM_GPUS, check, 2.0)
 
 
 @needs_peer
-def test_a_late_rank_comes_back(run_gpus: RunGpus) -> None:
+def test_a_late_rank_comes_back(run_gpus: RunRanks) -> None:
     run_gpus(NUM_GPUS, low_latency_masks.check_late_rank_comes_back, 2.0, "cuda")
 
 
-def test_too_many_rows(run_gpus: RunGpus) -> None:
+def test_too_many_rows(run_gpus: RunRanks) -> None:
     run_gpus(NUM_GPUS, battery.check_too_many_rows, "cuda")
 
 
 @needs_peer
-def test_masks_of_old_graphs(run_gpus: RunGpus) -> None:
+def test_masks_of_old_graphs(run_gpus: RunRanks) -> None:
     run_gpus(NUM_GPUS, low_latency_losses.check_masks_of_old_graphs)
 
 

@@ -12,9 +12,10 @@ import torch
 from hybrid_ep.testing.cluster import RankError, VirtualCluster
 from tests.battery.cases import Case
 from tests.battery.low_latency import FORMATS
+from tests.conftest import RunRanks
 from tests.emulation.domains import check_by_kernels, check_in_domains
 from tests.multi_gpu import lost_ranks, low_latency_losses
-from tests.multi_gpu.transports import TRANSPORTS, RunRanks, ranks_over, variables_of
+from tests.multi_gpu.transports import TRANSPORTS, ranks_over, variables_of
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="no GPU is visible")]

@@ -14,12 +14,12 @@ from hybrid_ep.testing.cluster import VirtualCluster
 from tests.battery import normal
 from tests.battery.cases import Case
 from tests.battery.low_latency import FORMATS
+from tests.conftest import RunRanks
 from tests.emulation.domains import check_by_kernels, check_in_domains
 from tests.multi_gpu import behaviour, low_latency_losses
 from tests.multi_gpu.beside_torch import check_beside_torch
 from tests.multi_gpu.transports import (
     REMOTE_NVSHMEM,
-    RunRanks,
     build_copy_transport,
     check_by_copies,
     needs_nvshmem,

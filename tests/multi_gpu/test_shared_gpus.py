@@ -13,6 +13,7 @@ import torch
 from tests.battery import hybrid, low_latency, normal, other_calls
 from tests.battery.cases import CASES, LOW_LATENCY_CASES, Case
 from tests.battery.cases import select as select_cases
+from tests.conftest import RunRanks
 from tests.multi_gpu import subgroups
 from tests.multi_process import trainers
 from tests.multi_process.test_trainers import STEPS, TRAINERS, compare
@@ -49,8 +50,6 @@ EIGHT_LOW_LATENCY = [case for case in LOW_LATENCY_CASES + MORE_LOW_LATENCY_OF_EI
 
 # FSDP2 asks of a group what gloo does not do for tensors on a GPU.
 TRAINERS_OVER_GLOO = [name for name in TRAINERS if "FSDP2" not in name and "TorchTitan" not in name]
-
-RunRanks = Callable[..., object]
 
 
 @pytest.fixture(scope="module")

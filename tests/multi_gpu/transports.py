@@ -14,12 +14,12 @@ import pytest
 import torch.distributed as dist
 
 from hybrid_ep.transport import nvshmem
+from tests.conftest import RunRanks
 from tests.rank_pool import RankPool
 
 __all__ = [
     "REMOTE_NVSHMEM",
     "TRANSPORTS",
-    "RunRanks",
     "build_copy_transport",
     "check_by_copies",
     "needs_nvshmem",
@@ -29,7 +29,6 @@ __all__ = [
 
 _OBSTACLE = nvshmem.obstacle()[1]
 needs_nvshmem = pytest.mark.skipif(_OBSTACLE is not None, reason=str(_OBSTACLE))
-RunRanks = Callable[..., object]
 TRANSPORTS = ["loopback", "tcp", pytest.param("nvshmem", marks=needs_nvshmem)]
 
 
