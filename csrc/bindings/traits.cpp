@@ -28,9 +28,10 @@ static_assert(sizeof(Traits) == 16, "has no padding");
 
 class TraitsOfArguments {
  public:
-  void add(const Traits& traits, const int64_t* sizes = nullptr) {
-    append(&traits, sizeof(traits));
-    append(sizes, std::max<int>(traits.num_dims, 0) * sizeof(int64_t));
+  void add(const Traits& traits) { append(&traits, sizeof(traits)); }
+  void add(const Traits& traits, const int64_t* sizes) {
+    add(traits);
+    append(sizes, traits.num_dims * sizeof(int64_t));
   }
   void add(int16_t kind) { add(Traits{{}, {}, kind, false, false}); }
   void add_int(int64_t value) {

@@ -52,7 +52,7 @@ class LoopbackWindows final : public MappedWindows {
 class NvshmemWindows final : public MappedWindows {
  public:
   NvshmemWindows(const LinkLayout& layout, const std::vector<uintptr_t>& windows, const std::vector<int>& pes)
-      : MappedWindows(layout, windows, describe(layout, windows)), pes_(pes) {
+      : MappedWindows(layout, windows, count_mapped(layout, windows)), pes_(pes) {
     require(window() != nullptr, "own window", 0, "an address");
     require(pes.size() == static_cast<size_t>(layout.num_domains), "number of PEs", pes.size(), "one for each domain");
   }
@@ -60,7 +60,7 @@ class NvshmemWindows final : public MappedWindows {
   std::vector<int> pes() const override { return pes_; }
 
  private:
-  static std::string describe(const LinkLayout& layout, const std::vector<uintptr_t>& windows) {
+  static std::string count_mapped(const LinkLayout& layout, const std::vector<uintptr_t>& windows) {
     const auto num_mapped = static_cast<int>(windows.size() - std::count(windows.begin(), windows.end(), 0)) - 1;
     return "NVSHMEM, " + std::to_string(num_mapped) + " of " + std::to_string(layout.num_domains - 1) + " peers mapped";
   }
