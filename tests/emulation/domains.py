@@ -17,7 +17,7 @@ from hybrid_ep.engine.select import make_engine
 from hybrid_ep.errors import ConfigError, TimeoutError, TransportError
 from tests.battery import low_latency, signals
 from tests.battery.cases import Case
-from tests.battery.normal import dispatch, equal, make_buffer
+from tests.battery.normal import dispatch, equal, make_buffer, on
 
 __all__ = [
     "check_auto",
@@ -254,9 +254,9 @@ def lose_a_rank() -> int:
     return peer
 
 
-def check_rate(case: Case, gbytes_per_s: float) -> None:
+def check_rate(case: Case, gbytes_per_s: float, device: str = "cpu") -> None:
     """Calls over a link with a rate give the same results, and take at least as long as their bytes need."""
-    inputs = case.inputs(dist.get_rank())
+    inputs = on(device, case.inputs(dist.get_rank()))
     with mock.patch.dict(os.environ, {"HYBRID_EP_LOOPBACK_RATE": str(gbytes_per_s)}):
         buffer = make_buffer(case)
     dispatch(buffer, case, inputs)  # memory

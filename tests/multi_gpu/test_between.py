@@ -102,7 +102,7 @@ def test_replays(run_ranks: RunRanks) -> None:
 
 def test_a_link_with_the_rate_of_a_nic() -> None:
     with VirtualCluster(2, device="cuda", variables=variables_of("loopback"), ranks_share_gpus=NUM_GPUS < 2) as cluster:
-        cluster.run(check_rate, CASES[1], 0.01, limit_s=60)
+        cluster.run(check_rate, CASES[1], 0.01, "cuda", limit_s=60)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
