@@ -1,7 +1,7 @@
 """The model's constants of the hardware. Each has one meaning and one source, and is the same for every call.
 
-Constants that are marked `2 GPUs` were fitted once to all device times of benchmarks/results/*_2gpu.json, without those
-of 4 and 8 GPUs. Those of low-latency calls were fitted to all low-latency calls. docs/measured/model.md has the errors.
+Constants that are marked `benchmarks/results` were fitted, all at once, to every device time of these files.
+docs/measured/model.md has the errors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["GPU_MEMORY", "Machine"]
 
 # GB/s, by the data sheets. The model has no other constant in which these GPUs differ.
 GPU_MEMORY = {"H100": 3350.0, "H200": 4800.0}
-_LOW_LATENCY = "low-latency calls on 2, 4 and 8 GPUs"
+_RESULTS = "benchmarks/results"
 
 
 def _constant(value: float, source: str) -> float:
@@ -34,8 +34,8 @@ class Machine:
         warp_sum: rows that a warp of combine takes in, between domains.
         part_us: for such a warp to claim a part of a chunk, and to see its sums written.
         memory: of a GPU, by the vendor's data sheet.
-        memory_efficiency: share of it that the rows of a permuted call reach, as they are copied or summed.
-        local_copy: rows of a low-latency call that a GPU copies or sums in its own memory, mostly in its L2 cache.
+        memory_efficiency: share of it that rows reach, as a call copies them or a permuted combine sums them.
+        sum_efficiency: the same as a low-latency combine sums them.
         cast: BF16 rows that a GPU casts to FP8 in a low-latency dispatch.
         launch_us: an empty kernel, by the timer of `hybrid-ep bench`.
         graph_launch_us: from the end of a call in a CUDA graph to the begin of the next.
@@ -57,24 +57,24 @@ class Machine:
     """
 
     nvlink: float = _constant(450.0, "H100 and H200: NVLink 4, 18 links of 25 GB/s")
-    nvlink_efficiency: float = _constant(0.78, "2 GPUs; docs/design/cuda_engine.md and the wire alone: 320 … 370 GB/s")
-    sm_push: float = _constant(50.0, "2 GPUs; csrc/runtime/sm_model.cpp has the same")
-    sm_sum: float = _constant(62.0, "2 GPUs")
+    nvlink_efficiency: float = _constant(0.76, f"{_RESULTS}; the wire alone there: 320 … 370 GB/s")
+    sm_push: float = _constant(50.0, "csrc/runtime/sm_model.cpp; a fit gives 49")
+    sm_sum: float = _constant(62.0, _RESULTS)
     warp_sum: float = _constant(3.45, "a combine of 2 × 1 H100 without a limit; docs/measured/h100.md")
     part_us: float = _constant(2.0, "2 × 2 H100 without a limit: parts and whole chunks; docs/design/cuda_engine.md")
     memory: float = _constant(GPU_MEMORY["H200"], "data sheet of the H200; H100: 3350")
-    memory_efficiency: float = _constant(0.52, "2 GPUs, permuted calls on H200")
-    local_copy: float = _constant(2500.0, _LOW_LATENCY)
-    cast: float = _constant(1200.0, _LOW_LATENCY)
+    memory_efficiency: float = _constant(0.51, _RESULTS)
+    sum_efficiency: float = _constant(0.71, _RESULTS)
+    cast: float = _constant(1750.0, _RESULTS)
     launch_us: float = _constant(5.2, "timer_floor_us of benchmarks/results")
-    graph_launch_us: float = _constant(0.3, _LOW_LATENCY)
-    dispatch_us: float = _constant(14.0, "2 GPUs; time stamps in docs/measured/cuda_engine.md: 11.5 + 3.3")
-    cached_us: float = _constant(6.5, "2 GPUs")
-    combine_us: float = _constant(23.0, "2 GPUs")
-    low_latency_dispatch_us: float = _constant(6.5, _LOW_LATENCY)
-    low_latency_combine_us: float = _constant(7.0, _LOW_LATENCY)
-    rank_us: float = _constant(0.6, "low-latency calls of 1 token on 2, 4 and 8 GPUs")
-    graph_rank_us: float = _constant(0.3, _LOW_LATENCY)
+    graph_launch_us: float = _constant(0.8, _RESULTS)
+    dispatch_us: float = _constant(15.0, f"{_RESULTS}; time stamps in docs/measured/cuda_engine.md: 11.5 + 3.3")
+    cached_us: float = _constant(9.4, _RESULTS)
+    combine_us: float = _constant(24.0, _RESULTS)
+    low_latency_dispatch_us: float = _constant(6.5, _RESULTS)
+    low_latency_combine_us: float = _constant(7.9, _RESULTS)
+    rank_us: float = _constant(0.6, _RESULTS)
+    graph_rank_us: float = _constant(0.2, _RESULTS)
     nic_gbits: float = _constant(400.0, "the asker")
     nic_efficiency: float = _constant(0.98, "computed: 82 bytes of RoCE v2 headers for each 4,096")
     nic_latency_us: float = _constant(2.0, "the asker")
@@ -87,7 +87,7 @@ class Machine:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             require(0 < value < float("inf"), name, value, "a finite number > 0")
-        for name in ("nvlink_efficiency", "memory_efficiency", "nic_efficiency"):
+        for name in ("nvlink_efficiency", "memory_efficiency", "sum_efficiency", "nic_efficiency"):
             require(getattr(self, name) <= 1, name, getattr(self, name), "0 … 1")
 
     @property
@@ -97,8 +97,13 @@ class Machine:
 
     @property
     def memory_rate(self) -> float:
-        """GB/s that the rows of a permuted call reach in a GPU's memory, read and written."""
+        """GB/s that rows reach in a GPU's memory, read and written."""
         return self.memory * self.memory_efficiency
+
+    @property
+    def low_latency_sum_rate(self) -> float:
+        """The same of the sums of a low-latency combine."""
+        return self.memory * self.sum_efficiency
 
     @property
     def nic_rate(self) -> float:

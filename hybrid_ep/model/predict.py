@@ -113,7 +113,9 @@ def _normal(question: Question, rows: Rows, call: str) -> Prediction:
 
 def _low_latency(question: Question, rows: Rows, call: str) -> Prediction:
     machine, traffic = question.machine, traffic_of(question, rows, call)
-    own_us = machine.low_latency_dispatch_us if call == "dispatch" else machine.low_latency_combine_us
+    own_us, local_rate = machine.low_latency_combine_us, machine.low_latency_sum_rate
+    if call == "dispatch":
+        own_us, local_rate = machine.low_latency_dispatch_us, machine.memory_rate
     launch_us, rank_us = machine.launch_us, machine.rank_us
     if question.in_graph:
         launch_us, rank_us = machine.graph_launch_us, machine.graph_rank_us
@@ -121,7 +123,7 @@ def _low_latency(question: Question, rows: Rows, call: str) -> Prediction:
     nvlink = _nvlink(machine, traffic)
     slower = max(nvlink, key=nvlink.__getitem__)
     hops = {"cast": traffic.cast / (machine.cast * _KB_US)} if traffic.cast > 0 else {}
-    hops |= {slower: nvlink[slower], "local memory": traffic.copied / (machine.local_copy * _KB_US)}
+    hops |= {slower: nvlink[slower], "local memory": traffic.copied / (local_rate * _KB_US)}
     if question.num_domains > 1:
         network = _network(machine, traffic)
         slower = max(network, key=network.__getitem__)

@@ -34,14 +34,9 @@ RESULTS, KERNELS = ROOT / "benchmarks" / "results", ROOT / "csrc" / "kernels"
 # What docs/measured/model.md says is not within 15 %, by (GPU, ranks, mode, dtype, tokens, call): and by how much,
 # in %.
 BEYOND = {
-    ("H100", 2, "normal", "bf16", 256, "dispatch: cached"): -19,
-    ("H100", 2, "normal", "fp8", 256, "dispatch: cached"): -26,
-    ("H100", 2, "permute", "fp8", 4096, "dispatch"): -17,
-    ("H200", 2, "low-latency", "bf16", 512, "dispatch: graph of 20"): -16,
-    ("H200", 2, "permute", "fp8", 4096, "dispatch"): -24,
-    ("H200", 4, "normal", "fp8", 256, "dispatch: cached"): -16,
-    ("H200", 8, "normal", "bf16", 256, "dispatch: cached"): -17,
-    ("H200", 8, "normal", "fp8", 256, "dispatch: cached"): -19,
+    ("H100", 2, "permute", "fp8", 4096, "dispatch"): -32,
+    ("H200", 2, "permute", "fp8", 4096, "dispatch"): -22,
+    ("H200", 4, "low-latency", "bf16", 8, "dispatch: graph of 20"): 15,
 }
 
 
@@ -169,10 +164,10 @@ def test_permuted_calls_copy_rows_of_experts_on_one_rank() -> None:
     memory = memory_of(question(1, 2, "permute"), rows)
     assert memory["rows of a dispatch"] > 3 * memory_of(question(1, 2), rows)["rows of a dispatch"]
     slower = Machine(memory=Machine().memory / 2)
-    for mode, factor in (("permute", 2), ("low-latency", 1)):
+    for mode in ("permute", "low-latency"):
         asked = question(1, 2, mode)
         sums = predict(replace(asked, machine=slower))[1].rows["local memory"] / predict(asked)[1].rows["local memory"]
-        assert sums == pytest.approx(factor), mode
+        assert sums == pytest.approx(2), mode
 
 
 def test_a_comparison_refuses_gpus_that_the_model_does_not_know(tmp_path: Path) -> None:
