@@ -14,7 +14,7 @@ from hybrid_ep.model.predict import predict
 from hybrid_ep.model.question import MODES, Question
 from hybrid_ep.testing.workload import Workload
 
-__all__ = ["Comparison", "compare_results"]
+__all__ = ["Comparison", "compare_call", "compare_results"]
 
 # Calls of which every step runs on the GPU, or hides what runs on the host. A plain dispatch that waits for its counts
 # also waits for the host.
@@ -71,47 +71,51 @@ def compare_results(paths: Iterable[Path]) -> list[Comparison]:
     return [one for path in paths for one in _compare(path.stem, json.loads(path.read_text(encoding="utf-8")))]
 
 
+def compare_call(
+    source: str, gpu: str, num_ranks: int, mode: str, workload: Workload, num_sms: int | None, operation: str, us: float
+) -> Comparison:
+    """Compares with one measured call; `us` is its median."""
+    asked = Question(
+        workload,
+        1,
+        num_ranks,
+        mode,
+        num_sms or _DEFAULT_SMS,
+        is_cached=operation.endswith("cached"),
+        in_graph=operation.endswith("graph of 20"),
+        machine=Machine(memory=GPU_MEMORY[gpu]),
+    )
+    model_us = predict(asked)[operation.startswith("combine")].total_us
+    return Comparison(
+        source,
+        gpu,
+        num_ranks,
+        mode,
+        workload.dtype,
+        workload.routing,
+        workload.num_tokens,
+        num_sms,
+        operation,
+        us,
+        model_us,
+    )
+
+
 def _compare(source: str, report: dict[str, Any]) -> list[Comparison]:
     gpu = next((name for name in GPU_MEMORY if name in report["device"]), None)
     if gpu is None:
         raise ConfigError(
             f"{source} is of {report['device']}; allowed: GPUs whose name contains {' or '.join(GPU_MEMORY)}"
         )
-    machine = Machine(memory=GPU_MEMORY[gpu])
     found = []
     for outcome in report["outcomes"]:
         plan, candidate = outcome["plan"], outcome["candidate"]
-        if plan["mode"] not in MODES or candidate["implementation"] != "hybrid_ep" or outcome["engine"] != "cuda":
+        mode, num_sms = plan["mode"], candidate["num_sms"]
+        if mode not in MODES or candidate["implementation"] != "hybrid_ep" or outcome["engine"] != "cuda":
             continue
-        workload, num_sms = Workload(**plan["workload"]), candidate["num_sms"]
+        workload = Workload(**plan["workload"])
         for operation in outcome["operations"]:
-            name = operation["name"]
-            if name not in _COMPARED[plan["mode"]]:
-                continue
-            asked = Question(
-                workload,
-                1,
-                report["num_ranks"],
-                plan["mode"],
-                num_sms or _DEFAULT_SMS,
-                is_cached=name.endswith("cached"),
-                in_graph=name.endswith("graph of 20"),
-                machine=machine,
-            )
-            prediction = predict(asked)[name.startswith("combine")]
-            found.append(
-                Comparison(
-                    source,
-                    gpu,
-                    report["num_ranks"],
-                    plan["mode"],
-                    workload.dtype,
-                    workload.routing,
-                    workload.num_tokens,
-                    num_sms,
-                    name,
-                    operation["median_us"],
-                    prediction.total_us,
-                )
-            )
+            name, us = operation["name"], operation["median_us"]
+            if name in _COMPARED[mode]:
+                found.append(compare_call(source, gpu, report["num_ranks"], mode, workload, num_sms, name, us))
     return found
