@@ -1,7 +1,7 @@
 """The model's constants of the hardware. Each has one meaning and one source, and is the same for every call.
 
-Constants that are marked `benchmarks/results` were fitted, all at once, to every device time of these files.
-docs/measured/model.md has the errors.
+Constants that are marked `benchmarks/results` were fitted, all at once, to the device times of these files.
+docs/measured/model.md has the errors, and says which calls were left out of the fit.
 """
 
 from __future__ import annotations
