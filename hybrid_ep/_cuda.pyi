@@ -135,16 +135,16 @@ class Communicator:
     def combine(
         self,
         plan: CombinePlan,
-        rows: int,
-        weights: int,
-        bias_0: int,
-        bias_1: int,
-        out: int,
-        out_weights: int,
-        route: int,
-        expert_rows: int,
-        probs: int,
-        kept: int,
+        rows: _Address,
+        weights: _Address,
+        bias_0: _Address,
+        bias_1: _Address,
+        out: _Address,
+        out_weights: _Address,
+        route: _Address,
+        expert_rows: _Address,
+        probs: _Address,
+        kept: _Address,
         handle: int,
         stream: int,
     ) -> None: ...
@@ -274,19 +274,20 @@ def push_rows(
     num_sms: int,
     stream: int,
 ) -> None: ...
-def layout(
-    *,
-    topk_idx: int,
-    totals: int,
-    is_token_in_rank: int,
-    num_tokens: int,
-    num_topk: int,
-    num_experts: int,
-    num_ranks: int,
-    num_ranks_per_domain: int,
-    device: int,
-    stream: int,
-) -> None: ...
+
+class LayoutCounts:
+    def __init__(
+        self,
+        *,
+        num_tokens: int,
+        num_topk: int,
+        num_experts: int,
+        num_ranks: int,
+        num_ranks_per_domain: int,
+        device: int,
+    ) -> None: ...
+    def __call__(self, topk_idx: _Address, totals: _Address, is_token_in_rank: _Address, stream: int) -> None: ...
+
 def weights_to_probs(
     *,
     topk_idx: int,

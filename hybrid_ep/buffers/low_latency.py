@@ -34,7 +34,6 @@ from hybrid_ep.engine.calls import (
     LowLatencyCombineRequest,
     LowLatencyDispatchRequest,
     LowLatencyHandle,
-    Rows,
 )
 from hybrid_ep.errors import ConfigError, TransportError
 
@@ -546,7 +545,7 @@ class _ReceiveHook:
         calls._receive(calls.engine, self._finish)
 
 
-def _as_returned(rows: Rows, use_nvfp4: bool) -> Tensor | tuple[Tensor, Tensor]:
+def _as_returned(rows: tuple[Tensor, Tensor | None], use_nvfp4: bool) -> Tensor | tuple[Tensor, Tensor]:
     """Rows and scales as `low_latency_dispatch` returns them."""
     data, scales = rows
     if scales is None:

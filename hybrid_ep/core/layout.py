@@ -5,6 +5,7 @@ Nothing here talks to another rank. Tensors may be on any device; only the funct
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -13,9 +14,11 @@ from torch import Tensor
 from hybrid_ep import _C
 from hybrid_ep.core import kernels
 from hybrid_ep.core.checks import MAX_TOPK, require, require_expert_indices, require_int, require_tensor
+from hybrid_ep.core.streams import current_raw_stream
 
 __all__ = [
     "Layout",
+    "LayoutByKernel",
     "Permutation",
     "columns_of_experts",
     "compute_layout",
@@ -79,26 +82,43 @@ def compute_layout(topk_idx: Tensor, num_experts: int, num_ranks: int, num_ranks
         )
         require(bad < 0, "topk_idx", int(topk_idx.flatten()[bad]) if bad >= 0 else "", f"−1 … {num_experts - 1}")
     elif kernels.run_on(topk_idx):
-        num_domains = num_ranks // num_ranks_per_domain
-        totals = torch.empty(num_ranks + num_domains + num_experts, dtype=torch.int32, device=device)
-        in_rank = torch.empty(num_tokens, num_ranks, dtype=torch.bool, device=device)
-        kernels.native.layout(
-            topk_idx=topk_idx.data_ptr(),
-            totals=totals.data_ptr(),
-            is_token_in_rank=in_rank.data_ptr(),
+        return Layout(*LayoutByKernel(topk_idx, num_experts, num_ranks, num_ranks_per_domain)(topk_idx))
+    else:
+        per_rank, per_expert, in_rank = compute_layout_on_device(topk_idx, num_experts, num_ranks)
+    in_domain = in_rank.view(num_tokens, num_ranks // num_ranks_per_domain, num_ranks_per_domain).any(-1)
+    return Layout(per_rank, in_domain.sum(0, dtype=torch.int32), per_expert, in_rank)
+
+
+class LayoutByKernel:
+    """Layouts of top-k indices of one shape, on a GPU with kernels.
+
+    Args:
+        like: top-k indices of this shape, on this GPU.
+        num_experts, num_ranks, num_ranks_per_domain: as `compute_layout` takes them.
+    """
+
+    def __init__(self, like: Tensor, num_experts: int, num_ranks: int, num_ranks_per_domain: int) -> None:
+        num_tokens, num_topk = like.shape
+        device, self._index = like.device, kernels.place_of(like)["device"]
+        self._sizes = num_ranks, num_ranks // num_ranks_per_domain, num_experts
+        self._make_totals = functools.partial(torch.empty, sum(self._sizes), dtype=torch.int32, device=device)
+        self._make_in_rank = functools.partial(torch.empty, (num_tokens, num_ranks), dtype=torch.bool, device=device)
+        self._count = kernels.native.LayoutCounts(
             num_tokens=num_tokens,
             num_topk=num_topk,
             num_experts=num_experts,
             num_ranks=num_ranks,
             num_ranks_per_domain=num_ranks_per_domain,
-            **kernels.place_of(topk_idx),
-        )
-        per_rank, per_domain, per_expert = totals.split((num_ranks, num_domains, num_experts))
-        return Layout(per_rank, per_domain, per_expert, in_rank)
-    else:
-        per_rank, per_expert, in_rank = compute_layout_on_device(topk_idx, num_experts, num_ranks)
-    in_domain = in_rank.view(num_tokens, num_ranks // num_ranks_per_domain, num_ranks_per_domain).any(-1)
-    return Layout(per_rank, in_domain.sum(0, dtype=torch.int32), per_expert, in_rank)
+            device=self._index,
+        ).__call__
+
+    def __call__(self, topk_idx: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The tensors of a `Layout`, in its order."""
+        totals, in_rank = self._make_totals(), self._make_in_rank()
+        self._count(topk_idx, totals, in_rank, current_raw_stream(self._index))
+        # Tensor.split, which Python makes, takes longer.
+        per_rank, per_domain, per_expert = totals.split_with_sizes(self._sizes)
+        return per_rank, per_domain, per_expert, in_rank
 
 
 def compute_layout_on_device(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:

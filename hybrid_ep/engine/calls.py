@@ -31,6 +31,7 @@ __all__ = [
     "LowLatencyCombineRequest",
     "LowLatencyDispatchRequest",
     "LowLatencyDispatched",
+    "LowLatencyFields",
     "LowLatencyHandle",
     "PermuteHandle",
     "Permuted",
@@ -468,8 +469,10 @@ class LowLatencyDispatched(NamedTuple):
     finish: Callable[[], None] | None
 
 
+# The fields of a LowLatencyDispatched, or one itself: a NamedTuple takes the host longer to make than a tuple.
+LowLatencyFields = tuple[tuple[Tensor, "Tensor | None"], Tensor, LowLatencyHandle, "Callable[[], None] | None"]
 # See Engine.repeat_of_low_latency.
-RepeatedLowLatencyDispatch = Callable[[Tensor, Tensor, "Tensor | None", "Tensor | None"], LowLatencyDispatched]
+RepeatedLowLatencyDispatch = Callable[[Tensor, Tensor, "Tensor | None", "Tensor | None"], LowLatencyFields]
 # See Engine.repeat_of_low_latency_combine.
 RepeatedLowLatencyCombine = Callable[
     [Tensor, Tensor, Tensor, Tensor, "Tensor | None", LowLatencyHandle], "Callable[[], None] | None"

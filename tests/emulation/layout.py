@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections.abc import Iterator
 
+import pytest
 import torch
 
-from hybrid_ep.core.layout import columns_of_experts, compute_layout, experts_of_columns, weights_to_probs
+from hybrid_ep import Buffer
+from hybrid_ep.core.layout import (
+    LayoutByKernel,
+    columns_of_experts,
+    compute_layout,
+    experts_of_columns,
+    weights_to_probs,
+)
+from hybrid_ep.errors import ConfigError
 from tests.battery.normal import equal
 from tests.emulation.engine import local_kernels
 
-__all__ = ["check_layout", "check_probs"]
+__all__ = ["check_layout", "check_probs", "check_repeated_layout"]
 
 
 def check_layout(count: int) -> None:
     """Random routings with holes and duplicates, counted by the kernel and on the host."""
-    from hybrid_ep import _cuda
-
     for seed in range(count):
         draw = random.Random(seed)
         num_domains, per_domain, num_local = draw.randint(1, 3), draw.randint(1, 30), draw.randint(1, 9)
         num_ranks = num_domains * per_domain
-        num_experts, num_tokens = num_ranks * num_local, draw.choice([0, 1, 33, 300])
+        num_experts, num_tokens = num_ranks * num_local, draw.choice([0, 1, 33, 300, 700])
         if seed == 0:
             num_tokens = 8200  # more than the CTAs of a launch take 16 each
         num_topk = draw.randint(1, min(32, num_experts))
@@ -30,25 +38,41 @@ def check_layout(count: int) -> None:
         topk_idx = torch.randint(-1, num_experts, (num_tokens, num_topk), generator=generator)
         want = compute_layout(topk_idx, num_experts, num_ranks, per_domain)
 
-        totals = torch.full((num_ranks + num_domains + num_experts,), -1, dtype=torch.int32)
-        in_rank = torch.empty(num_tokens, num_ranks, dtype=torch.bool)
-        _cuda.layout(
-            topk_idx=topk_idx.data_ptr(),
-            totals=totals.data_ptr(),
-            is_token_in_rank=in_rank.data_ptr(),
-            num_tokens=num_tokens,
-            num_topk=num_topk,
-            num_experts=num_experts,
-            num_ranks=num_ranks,
-            num_ranks_per_domain=per_domain,
-            device=0,
-            stream=0,
-        )
-        per_rank, per_domain_counts, per_expert = totals.split((num_ranks, num_domains, num_experts))
+        with local_kernels(), _filled_memory():
+            count_tokens = LayoutByKernel(topk_idx, num_experts, num_ranks, per_domain)
+            per_rank, per_domain_counts, per_expert, in_rank = count_tokens(topk_idx)
         equal(per_rank, want.num_tokens_per_rank, f"seed {seed}: tokens per rank")
         equal(per_domain_counts, want.num_tokens_per_domain, f"seed {seed}: tokens per domain")
         equal(per_expert, want.num_tokens_per_expert, f"seed {seed}: tokens per expert")
         equal(in_rank, want.is_token_in_rank, f"seed {seed}: is_token_in_rank")
+
+
+def check_repeated_layout() -> None:
+    """A buffer repeats a layout of one shape without checks: with the indices of the new call, and no other shape."""
+    generator = torch.Generator().manual_seed(0)
+    draws = [torch.randint(-1, 8, shape, generator=generator) for shape in ((33, 2), (33, 2), (7, 2), (33, 3), (33, 2))]
+    with Buffer(None, engine="torch") as buffer:
+        wanted = [buffer.get_dispatch_layout(topk_idx, 8) for topk_idx in draws]
+        with local_kernels():
+            found = [buffer.get_dispatch_layout(topk_idx, 8) for topk_idx in draws]
+            fewer = buffer.get_dispatch_layout(draws[0].clamp_max(3), 4)
+            assert len(buffer._layouts) == 4, "three shapes, and one number of experts"
+            with pytest.raises(ConfigError, match="num_experts"):
+                buffer.get_dispatch_layout(draws[0], 0)
+    for i, (found_one, wanted_one) in enumerate(zip(found, wanted, strict=True)):
+        for field in (0, 2, 3):
+            equal(found_one[field], wanted_one[field], f"call {i}, entry {field}")
+    assert fewer[2].shape == (4,)
+
+
+@contextlib.contextmanager
+def _filled_memory() -> Iterator[None]:
+    """Inside, torch fills the memory that it allocates, so that it shows if a kernel leaves some of it out."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def check_probs(count: int, device: str = "cpu") -> None:

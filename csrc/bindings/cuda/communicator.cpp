@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/cuda/address.h"
 #include "bindings/cuda/bindings.h"
 #include "common/check.h"
 
@@ -203,9 +204,9 @@ void add_communicator(py::module_& module) {
           py::arg("num_rows"), py::arg("num_recv"), py::arg("num_sms"), py::arg("stream"))
       .def(
           "combine",
-          [](Communicator& self, const CombinePlan& plan, uintptr_t rows, uintptr_t weights, uintptr_t bias_0,
-             uintptr_t bias_1, uintptr_t out, uintptr_t out_weights, uintptr_t route, uintptr_t expert_rows,
-             uintptr_t probs, uintptr_t kept, int handle, uintptr_t stream) {
+          [](Communicator& self, const CombinePlan& plan, Address rows, Address weights, Address bias_0, Address bias_1,
+             Address out, Address out_weights, Address route, Address expert_rows, Address probs, Address kept,
+             int handle, uintptr_t stream) {
             self.combine(plan,
                          {pointer<uint8_t>(rows),
                           pointer<float>(weights),

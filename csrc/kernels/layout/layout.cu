@@ -1,5 +1,6 @@
-// Counts for `get_dispatch_layout`. Each warp counts some tokens; a CTA sums in shared memory first. A small launch
-// before clears the totals, and overlaps with the counting.
+// Counts for `get_dispatch_layout`. Each warp counts some tokens, and a CTA sums them in shared memory. A single CTA
+// counts a small batch, and stores the totals. Several CTAs add to the totals, which a small launch before has cleared;
+// it overlaps with the counting.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -14,6 +15,8 @@ namespace hybrid_ep {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kThreadsAlone = 1024;
+constexpr int kMostTokensAlone = 512;
 // All CTAs add to the same totals: more of them would cost more than warps that take several steps.
 constexpr int kTokensPerCta = 32;
 constexpr int kMaxLayoutCtas = 512;
@@ -27,6 +30,7 @@ __global__ void __launch_bounds__(kThreads) clear_totals_kernel(const __grid_con
   for (int i = threadIdx.x; i < num_totals(params); i += kThreads) params.totals[i] = 0;
 }
 
+template <int kThreads, bool kIsAlone>
 __global__ void __launch_bounds__(kThreads) layout_kernel(const __grid_constant__ LayoutParams params) {
   extern __shared__ int counts[];  // as totals
   const int lane = threadIdx.x % 32;
@@ -64,9 +68,13 @@ __global__ void __launch_bounds__(kThreads) layout_kernel(const __grid_constant_
     }
   }
   __syncthreads();
-  ptx::wait_for_previous_kernel();
+  if constexpr (!kIsAlone) ptx::wait_for_previous_kernel();
   for (int i = threadIdx.x; i < num_counts; i += kThreads) {
-    if (counts[i] != 0) atomicAdd(params.totals + i, counts[i]);
+    if constexpr (kIsAlone) {
+      params.totals[i] = counts[i];
+    } else if (counts[i] != 0) {
+      atomicAdd(params.totals + i, counts[i]);
+    }
   }
 }
 
@@ -74,17 +82,21 @@ __global__ void __launch_bounds__(kThreads) layout_kernel(const __grid_constant_
 
 bool can_run_kernels() {
   cudaFuncAttributes attributes{};
-  const bool can_run = cudaFuncGetAttributes(&attributes, layout_kernel) == cudaSuccess;
+  const bool can_run = cudaFuncGetAttributes(&attributes, clear_totals_kernel) == cudaSuccess;
   cudaGetLastError();  // or the next call would report it
   return can_run;
 }
 
 void launch_layout(const LayoutParams& params, cudaStream_t stream) {
   const int shared_bytes = num_totals(params) * static_cast<int>(sizeof(int));
+  if (params.num_tokens <= kMostTokensAlone) {
+    launch_kernel(LaunchKind::kPlain, layout_kernel<kThreadsAlone, true>, params, 1, kThreadsAlone, shared_bytes,
+                  stream);
+    return;
+  }
   launch_kernel(LaunchKind::kPlain, clear_totals_kernel, params, 1, kThreads, 0, stream);
-  if (params.num_tokens == 0) return;
   const int num_ctas = std::min((params.num_tokens + kTokensPerCta - 1) / kTokensPerCta, kMaxLayoutCtas);
-  launch_kernel(LaunchKind::kEarly, layout_kernel, params, num_ctas, kThreads, shared_bytes, stream);
+  launch_kernel(LaunchKind::kEarly, layout_kernel<kThreads, false>, params, num_ctas, kThreads, shared_bytes, stream);
 }
 
 }  // namespace hybrid_ep

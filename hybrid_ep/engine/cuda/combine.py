@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybrid_ep.engine.calls import Combined, CombineRequest, DispatchHandle, PermuteHandle, state_of
 from hybrid_ep.engine.cuda.plan import CombineShape, combine_shape_of, combine_shape_of_experts, plan_combine
-from hybrid_ep.engine.cuda.route import PermuteState, Route, address, aligned
+from hybrid_ep.engine.cuda.route import PermuteState, Route, aligned
 
 if TYPE_CHECKING:
     from hybrid_ep.engine.cuda.engine import CudaEngine
@@ -39,7 +39,7 @@ def combine_permuted(engine: CudaEngine, request: CombineRequest, handle: Permut
     if probs is not None:
         weights = torch.empty(num_recv, num_topk, dtype=torch.float32, device=data.device)
     shape = combine_shape_of_experts(request, dispatch)
-    experts = data.data_ptr(), address(probs), state.address
+    experts = data, probs, state.address
     return _combine(engine, shape, sums, weights, request.bias, dispatch.num_tokens, route, stream, experts)
 
 
@@ -52,7 +52,7 @@ def _combine(
     num_tokens: int,
     route: Route,
     stream: int,
-    experts: tuple[int, int, int] = (0, 0, 0),
+    experts: tuple[Tensor | None, Tensor | None, int] = (None, None, 0),
 ) -> Combined:
     """Launches a combine and returns its results.
 
@@ -63,7 +63,7 @@ def _combine(
         num_tokens: of the result.
         route: of the handle.
         stream: what `CudaEngine._begin` has returned.
-        experts: from experts, the addresses of their rows, of their probabilities and of the PermuteState.
+        experts: from experts, their rows, their probabilities and the address of the PermuteState.
     """
     route.chunk.note_use(stream)
     plan, arena = plan_combine(shape), engine._arena
@@ -75,19 +75,9 @@ def _combine(
     out_weights = None
     if weights is not None:
         out_weights = torch.empty(num_tokens, weights.shape[1], dtype=torch.float32, device=data.device)
-    terms = [aligned(term) for term in bias]
+    bias_0, bias_1 = (*map(aligned, bias), None, None)[:2] if bias else (None, None)
     engine._communicator.combine(
-        plan,
-        data.data_ptr(),
-        address(weights),
-        address(terms[0] if terms else None),
-        address(terms[1] if len(terms) > 1 else None),
-        out.data_ptr(),
-        address(out_weights),
-        route.address,
-        *experts,
-        route.number,
-        stream,
+        plan, data, weights, bias_0, bias_1, out, out_weights, route.address, *experts, route.number, stream
     )
     engine.num_calls += 1
     if route.num_from_away:
@@ -100,4 +90,4 @@ def _compare(engine: CudaEngine, shape: CombineShape, number: int, stream: int) 
     """Compares the combines of the ranks, before slots grow for them: see compare.py."""
     plan, communicator = plan_combine(shape.compared()), engine._communicator
     no_rows = torch.zeros(engine.grid.num_ranks**2, dtype=torch.int32, device=engine.device)
-    engine._compare(lambda: communicator.combine(plan, 0, 0, 0, 0, 0, 0, no_rows.data_ptr(), 0, 0, 0, number, stream))
+    engine._compare(lambda: communicator.combine(plan, 0, 0, 0, 0, 0, 0, no_rows, 0, 0, 0, number, stream))

@@ -11,6 +11,7 @@ from hybrid_ep.engine.calls import (
     LowLatencyCombineRequest,
     LowLatencyDispatched,
     LowLatencyDispatchRequest,
+    LowLatencyFields,
     LowLatencyHandle,
     RepeatedLowLatencyCombine,
     RepeatedLowLatencyDispatch,
@@ -52,7 +53,7 @@ class LowLatencyChoice(TorchEngine):
             return None
         repeat = kernels.repeat_of(request)
 
-        def dispatch(*tensors: Any) -> LowLatencyDispatched:
+        def dispatch(*tensors: Any) -> LowLatencyFields:
             self._calls_kernels = True
             return repeat(*tensors)
 

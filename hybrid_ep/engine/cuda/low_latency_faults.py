@@ -105,7 +105,8 @@ class LowLatencyFaults(abc.ABC):
 
         Such a loss can be reported twice: by the send of a call, and by its receive, which was already waiting.
         """
-        if self.is_quiet and not self._communicator.has_fault:
+        is_quiet = self._held is None and self._fault is None and self._overflow is None
+        if is_quiet and not self._communicator.has_fault:
             return None
         held, self._held = self._held, None
         if held is not None:

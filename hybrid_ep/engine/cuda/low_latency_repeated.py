@@ -16,10 +16,9 @@ from torch import Tensor
 from hybrid_ep import _cuda
 from hybrid_ep.engine.calls import (
     LowLatencyCombineRequest,
-    LowLatencyDispatched,
     LowLatencyDispatchRequest,
+    LowLatencyFields,
     LowLatencyHandle,
-    Rows,
 )
 from hybrid_ep.engine.cuda.plan import LowLatencyPlan
 from hybrid_ep.engine.cuda.route import Chunk
@@ -74,7 +73,7 @@ class RepeatedDispatch:
 
     def __call__(
         self, data: Tensor, topk_idx: Tensor, global_scale: Tensor | None, wait_stats: Tensor | None
-    ) -> LowLatencyDispatched:
+    ) -> LowLatencyFields:
         calls, plan = self._calls, self._plan
         made = self._dispatch(data, topk_idx, global_scale, wait_stats)
         if made is None:
@@ -83,7 +82,7 @@ class RepeatedDispatch:
         state = LowLatencyState(plan, self._num_tokens, chunk, results, stream, True)
         handle = LowLatencyHandle(state.tables, *plan.sizes, calls._grid, chunk.memory, state)
         finish = calls._end(holds_overflow=True) if has_fault else None
-        return LowLatencyDispatched(Rows(rows, scales), counts, handle, finish)
+        return (rows, scales), counts, handle, finish
 
 
 class RepeatedCombine:
