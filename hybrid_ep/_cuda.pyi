@@ -251,6 +251,29 @@ class SlotPool:
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None] | None:
         """What `tensors` returns; None: the dispatch has not been launched."""
 
+    def dispatch_and_wait(
+        self,
+        communicator: Communicator,
+        plan: DispatchPlan,
+        rows: _Address,
+        scales: _Address,
+        topk_idx: _Address,
+        topk_weights: _Address,
+        memory: Tensor,
+        route: int,
+        handle: int,
+        stream: int,
+    ) -> (
+        tuple[
+            tuple[bool, int, int, int, int, int, int, int, int, int] | None,
+            list[int] | None,
+            tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+            | None,
+        ]
+        | None
+    ):
+        """What `wait_for_counts` returns, counts of local experts, and what `dispatch` returns; None as there."""
+
     def tensors(
         self, slot_idx: int, plan: DispatchPlan, num_rows: int, memory: Tensor, route: int
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]: ...

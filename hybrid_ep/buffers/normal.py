@@ -550,7 +550,7 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
     def _shape(
         result: Dispatched,
         tokens: Tokens,
-        counts: Tensor | None,
+        counts: Tensor | list[int] | None,
         has_topk: bool,
         alignment: int,
         num_worst_tokens: int,
@@ -560,7 +560,7 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
         aligned: list[int] = []
         if num_worst_tokens == 0:
             assert counts is not None
-            aligned = counts.tolist()
+            aligned = counts if isinstance(counts, list) else counts.tolist()
             if alignment > 1:
                 aligned = [-(-count // alignment) * alignment for count in aligned]
         topk_idx = result.topk_idx if has_topk else None

@@ -72,7 +72,7 @@ class NormalArguments(BaseBuffer):
         rows, routing = self._rows_and_routing(given, sent, topk_idx, topk_weights, *layout)
         request = DispatchRequest(rows, routing, bound, num_sms)
         result = self.engine.dispatch(request)
-        if bound is not None and given in self._passed:
+        if given in self._passed:
             taken, tensors = (*rows, *routing[:2]), (sent.data, sent.scales, topk_idx, topk_weights)
             if all(map(operator.is_, taken, tensors)):  # none was copied
                 self._passed[given] = self.engine.repeat_of(request)

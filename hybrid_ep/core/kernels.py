@@ -24,7 +24,7 @@ def has_kernels(device_index: int) -> bool:
 
 def run_on(tensor: Tensor) -> bool:
     """Whether the kernels run where a tensor is."""
-    return tensor.is_cuda and has_kernels(tensor.device.index)
+    return tensor.device.type == "cuda" and has_kernels(tensor.device.index)
 
 
 def place_of(tensor: Tensor) -> dict[str, int]:

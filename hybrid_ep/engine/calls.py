@@ -415,14 +415,14 @@ class Dispatched(NamedTuple):
         topk_idx: ``[N, K]`` int64 relative to the expert range asked for, −1 elsewhere and after the last row.
         topk_weights: ``[N, K]`` float32, 0 where `topk_idx` is −1; None when none were sent.
         num_tokens_per_expert: ``[LE]`` int32, exact counts; on the device, or on the host where they are known there.
-            None where a bound was given.
+            A list from a call that `Engine.repeat_of` has returned. None where a bound was given.
         handle: for `combine` and `dispatch_cached`.
     """
 
     rows: Rows
     topk_idx: Tensor
     topk_weights: Tensor | None
-    num_tokens_per_expert: Tensor | None
+    num_tokens_per_expert: Tensor | list[int] | None
     handle: DispatchHandle
 
 

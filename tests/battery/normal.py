@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -14,6 +14,9 @@ import hybrid_ep
 from hybrid_ep.core.quantize import Fp8Format, Nvfp4Format, cast_to_fp8, cast_to_nvfp4
 from hybrid_ep.engine.calls import CombineRequest, DispatchRequest, Routing, Rows
 from tests.battery.cases import Case, Inputs, row_of
+
+if TYPE_CHECKING:
+    from hybrid_ep.engine.cuda.engine import CudaEngine
 
 __all__ = [
     "CHECKS",
@@ -183,46 +186,61 @@ def check_repeated(case: Case, device: str = "cpu") -> None:
     rank = dist.get_rank()
     inputs = on(device, case.inputs(rank))
     bound = max(1, sum(case.tokens_of(r) for r in range(case.num_ranks)))
-    routing = Routing(inputs.topk_idx, inputs.topk_weights, case.num_experts)
     with make_buffer(case) as buffer:
         engine = buffer.engine
         assert isinstance(engine, CudaEngine)
         for rows in (Rows(inputs.x), Rows(*cast_to_fp8(inputs.x))):
-            repeat = engine.repeat_of(DispatchRequest(rows, routing, bound))
-            assert repeat is not None
-            held = []
-            bits = rows.data.view(torch.int16 if rows.data.dtype.itemsize == 2 else torch.uint8)
-            for turn in range(6):
-                data, topk_idx, weights = bits.roll(turn, 0), inputs.topk_idx.roll(turn, 0), inputs.topk_weights + turn
-                if turn == 4:  # where copies of 16 bytes cannot begin
-                    data = torch.cat([data.flatten()[:1], data.flatten()])[1:].view(data.shape)
-                data = data.view(rows.data.dtype)
-                want = engine.dispatch_in_steps(
-                    DispatchRequest(Rows(data, rows.scales), Routing(topk_idx, weights, case.num_experts), bound)
-                )
-                want_y = engine.combine(CombineRequest(want.rows.data.bfloat16()), want.handle).data
-                counts = engine.rows_by_source(want.handle)
-                wanted = [_bytes(part, int(counts[-1])) for part in (*want.rows, want.topk_idx, want.topk_weights)]
-                del want
-                got = repeat(data, rows.scales, topk_idx, weights)
-                held.append(got)
-                n = int(engine.rows_by_source(got.handle)[-1])
-                assert [_bytes(part, n) for part in (*got.rows, got.topk_idx, got.topk_weights)] == wanted
-                assert got.rows.data.dtype == rows.data.dtype
-                assert bool((got.topk_idx[n:] == -1).all())
-                y = engine.combine(CombineRequest(got.rows.data.bfloat16()), got.handle).data
-                equal(y, want_y.cpu(), "combined_x")
-                if turn == 3:
-                    held.clear()
+            _compare_with_steps(engine, case, inputs, rows, None)
+            _compare_with_steps(engine, case, inputs, rows, bound)
         reference = case.reference()
         sources = reference.received(rank)
         n, want_x = len(sources), gather_rows(case, sources, [case.inputs(r).x for r in range(case.num_ranks)])
-        for _ in range(3):
-            with unread_values():
-                recv_x, recv_idx, *_ = dispatch(buffer, case, inputs, num_worst_tokens=bound)
-            equal(recv_x[:n], want_x, "recv_x")
-            equal(recv_idx[:n], reference.received_topk(rank), "recv_topk_idx")
-        assert sum(repeat is not None for repeat in buffer._passed.values()) == 1
+        for options in ({"num_worst_tokens": bound}, {}):
+            for _ in range(3):
+                with unread_values():
+                    recv_x, recv_idx, _, counts, *_ = dispatch(buffer, case, inputs, **options)
+                equal(recv_x[:n], want_x, "recv_x")
+                equal(recv_idx[:n], reference.received_topk(rank), "recv_topk_idx")
+                assert counts == ([] if options else list(reference.tokens_per_expert(rank)))
+        assert sum(repeat is not None for repeat in buffer._passed.values()) == 2
+
+
+def _compare_with_steps(engine: CudaEngine, case: Case, inputs: Inputs, rows: Rows, bound: int | None) -> None:
+    """The same dispatches as one call of C++ and in steps. The first one may need larger slots."""
+    routing = Routing(inputs.topk_idx, inputs.topk_weights, case.num_experts)
+    repeat = engine.repeat_of(DispatchRequest(rows, routing, bound))
+    assert repeat is not None
+    held = [repeat(*rows, *routing[:2])]
+    bits = rows.data.view(torch.int16 if rows.data.dtype.itemsize == 2 else torch.uint8)
+    for turn in range(6):
+        data, topk_idx, weights = bits.roll(turn, 0), inputs.topk_idx.roll(turn, 0), inputs.topk_weights + turn
+        if turn == 4:  # where copies of 16 bytes cannot begin
+            data = torch.cat([data.flatten()[:1], data.flatten()])[1:].view(data.shape)
+        data = data.view(rows.data.dtype)
+        request = DispatchRequest(Rows(data, rows.scales), Routing(topk_idx, weights, case.num_experts), bound)
+        sent = engine.traffic.within_domain
+        want = engine.dispatch_in_steps(request)
+        sent = engine.traffic.within_domain - sent
+        want_y = engine.combine(CombineRequest(want.rows.data.bfloat16()), want.handle).data
+        n = int(engine.rows_by_source(want.handle)[-1])
+        wanted = [_bytes(part, n) for part in (*want.rows, want.topk_idx, want.topk_weights)]
+        counts, route = want.num_tokens_per_expert, want.handle.state[3:-1]
+        del want
+        before = engine.traffic.within_domain
+        got = repeat(data, rows.scales, topk_idx, weights)
+        assert engine.traffic.within_domain - before == sent
+        held.append(got)
+        assert got.rows.data.shape[0] == (n if bound is None else bound)
+        assert [_bytes(part, n) for part in (*got.rows, got.topk_idx, got.topk_weights)] == wanted
+        assert got.rows.data.dtype == rows.data.dtype
+        assert bool((got.topk_idx[n:] == -1).all())
+        assert got.handle.state[3:-1] == route, "the route of the handle"
+        found = got.num_tokens_per_expert
+        assert found is None if counts is None else torch.as_tensor(found).tolist() == counts.tolist()
+        y = engine.combine(CombineRequest(got.rows.data.bfloat16()), got.handle).data
+        equal(y, want_y.cpu(), "combined_x")
+        if turn == 3:
+            held.clear()
 
 
 def unread_values() -> AbstractContextManager[object]:

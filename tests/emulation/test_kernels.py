@@ -30,6 +30,11 @@ def test_repeated(run_emulated: RunEmulated, case: Case) -> None:
     run_emulated(case.num_ranks, "battery.normal.check_repeated", case)
 
 
+def test_a_repeated_dispatch_grows_slots(run_emulated: RunEmulated) -> None:
+    case = Case("many_rows", 2, 150, hidden=8192, topk=2)
+    run_emulated(2, "emulation.small_slots.check_with_small_slots", "battery.normal.check_repeated", case)
+
+
 def test_combine_with_a_window(run_emulated: RunEmulated) -> None:
     """Enough SMs to fill the wire, and rows of which a warp has several chunks."""
     case = Case("many_sms", 2, 130, hidden=4096, topk=2)

@@ -5,6 +5,8 @@ Each check runs on every rank, on GPUs and on emulated warps.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -60,10 +62,17 @@ def _all_equal(text: str) -> bool:
     return len(set(texts)) == 1
 
 
-def _send(buffer: hybrid_ep.Buffer, topk_idx: Tensor, bound: int | None, num_experts: int) -> object:
-    """A dispatch past the checks of the buffer, which see the values of tensors on the CPU."""
+def _send(
+    buffer: hybrid_ep.Buffer, topk_idx: Tensor, bound: int | None, num_experts: int, *, repeats: bool = False
+) -> object:
+    """A dispatch past the checks of the buffer, which see the values of tensors on the CPU.
+
+    With `repeats` it is one call of C++, inside a domain.
+    """
     x = torch.ones(topk_idx.shape[0], 128, dtype=torch.bfloat16, device=topk_idx.device)
-    return buffer.engine.dispatch(DispatchRequest(Rows(x), Routing(topk_idx, None, num_experts), bound))
+    request = DispatchRequest(Rows(x), Routing(topk_idx, None, num_experts), bound)
+    repeat = buffer.engine.repeat_of(request) if repeats else None
+    return buffer.engine.dispatch(request) if repeat is None else repeat(x, None, topk_idx, None)
 
 
 def check_bad_expert() -> None:
@@ -72,20 +81,18 @@ def check_bad_expert() -> None:
     bad, num_experts = num_ranks - 1, 4 * num_ranks
     right = torch.arange(24, device=current_device()).view(12, 2) % num_experts
     with make_buffer() as buffer:
-        for bound in (None, 64):
+        for bound, repeats in itertools.product((None, 64), (False, True)):
             for value in (num_experts + 7, -2, 1 << 40):
                 topk_idx = right.clone()
                 if rank == bad:
                     topk_idx[5, 1] = value
                 free = _engine(buffer)._arena.num_free
-                told = _told(
-                    buffer,
-                    lambda idx=topk_idx, rows=bound: _send(buffer, idx, rows, num_experts),
-                )
+                call = functools.partial(_send, buffer, topk_idx, bound, num_experts, repeats=repeats)
+                told = _told(buffer, call)
                 shown = min(value, 2**31 - 1)
                 assert told == f"topk_idx of rank {bad} has {shown}; allowed: −1 … {num_experts - 1}"
                 assert _engine(buffer)._arena.num_free == free
-                _send(buffer, right, bound, num_experts)
+                _send(buffer, right, bound, num_experts, repeats=repeats)
         round_trip(buffer, draw(1), "after bad indices")
 
 

@@ -24,6 +24,11 @@ void add_slot_pool(pybind11::module_& module);
 // The kernels in a capsule that another module has passed; with None, this module's kernels.
 LinkKernels link_kernels_of(const pybind11::object& capsule);
 
+// Waits for the host counts of a dispatch, without the GIL; nullptr: the call has failed.
+const HostCounts* wait_for_counts(const Communicator& communicator, uint32_t counts_epoch, cudaStream_t stream);
+// The fields of HostCounts in hybrid_ep/engine/cuda/route.py; None for nullptr.
+pybind11::object fields_of(const HostCounts* host_counts);
+
 template <typename T>
 T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);

@@ -78,22 +78,6 @@ CombinePlan combine_plan_of(const py::object& shape) {
   return plan;
 }
 
-// Waits for the host counts, writes `num_counts` tokens per local expert to `counts`, and returns the rest as the
-// fields of HostCounts in hybrid_ep/engine/cuda/route.py; None when the call has failed.
-py::object wait_for_counts(const Communicator& self, uint32_t counts_epoch, uintptr_t stream, uintptr_t counts,
-                           int num_counts) {
-  const HostCounts* host_counts = nullptr;
-  {
-    const py::gil_scoped_release release;
-    host_counts = self.wait_for_host_counts(counts_epoch, stream_of(stream));
-  }
-  if (host_counts == nullptr) return py::none();
-  std::copy_n(host_counts->num_tokens_per_expert, num_counts, pointer<int32_t>(counts));
-  return py::make_tuple(host_counts->status == kNeedsCapacity, host_counts->num_recv, host_counts->num_permuted,
-                        host_counts->num_sent_away, host_counts->num_kept, host_counts->max_recv, host_counts->max_sent,
-                        host_counts->max_rows, host_counts->num_sent_between, host_counts->max_held);
-}
-
 // Addresses of experts and of spare slots, and bytes of an expert.
 using ExpertTuples = std::vector<std::tuple<uintptr_t, uintptr_t, int64_t>>;
 
@@ -138,6 +122,18 @@ void add_plans(py::module_& module) {
 }
 
 }  // namespace
+
+const HostCounts* wait_for_counts(const Communicator& communicator, uint32_t counts_epoch, cudaStream_t stream) {
+  const py::gil_scoped_release release;
+  return communicator.wait_for_host_counts(counts_epoch, stream);
+}
+
+py::object fields_of(const HostCounts* host_counts) {
+  if (host_counts == nullptr) return py::none();
+  return py::make_tuple(host_counts->status == kNeedsCapacity, host_counts->num_recv, host_counts->num_permuted,
+                        host_counts->num_sent_away, host_counts->num_kept, host_counts->max_recv, host_counts->max_sent,
+                        host_counts->max_rows, host_counts->num_sent_between, host_counts->max_held);
+}
 
 void add_communicator(py::module_& module) {
   add_plans(module);
@@ -242,8 +238,17 @@ void add_communicator(py::module_& module) {
           },
           py::kw_only(), py::arg("tensors"), py::arg("mapping"), py::arg("num_slots"), py::arg("num_local"),
           py::arg("num_sms"), py::arg("only_compares"), py::arg("stream"))
-      .def("wait_for_counts", &wait_for_counts, py::arg("counts_epoch"), py::arg("stream"), py::arg("counts"),
-           py::arg("num_counts"))
+      // Writes `num_counts` tokens per local expert to `counts`, and returns the rest as fields_of().
+      .def(
+          "wait_for_counts",
+          [](const Communicator& self, uint32_t counts_epoch, uintptr_t stream, uintptr_t counts, int num_counts) {
+            const HostCounts* host_counts = wait_for_counts(self, counts_epoch, stream_of(stream));
+            if (host_counts != nullptr) {
+              std::copy_n(host_counts->num_tokens_per_expert, num_counts, pointer<int32_t>(counts));
+            }
+            return fields_of(host_counts);
+          },
+          py::arg("counts_epoch"), py::arg("stream"), py::arg("counts"), py::arg("num_counts"))
       .def("take_fault", &Communicator::take_fault)
       .def_property_readonly("has_fault", &Communicator::has_fault);
 }

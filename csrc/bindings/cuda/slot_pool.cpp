@@ -60,21 +60,30 @@ class SlotTensors {
   // ranks have agreed on more slots, a tensor that is copied in bulk must be moved, or the stream is being captured.
   py::object dispatch(Communicator& communicator, const DispatchPlan& plan, int64_t slot_bytes, int64_t num_rows,
                       const DispatchTensors& given, const py::object& memory, int handle, cudaStream_t stream) {
-    const uintptr_t ends = reinterpret_cast<uintptr_t>(given.rows) | reinterpret_cast<uintptr_t>(given.scales);
-    if (slot_bytes > slot_bytes_ || ends % kRowAlignBytes != 0) return py::none();
-    const SlotPool::Taken taken = pool_->take(stream);
-    if (taken.slot_idx == 0) return py::none();
-    try {
-      if (!taken.is_captured && slots_agreed(communicator, stream) <= pool_->num_slots()) {
-        communicator.dispatch(plan, given, handle, taken.slot_idx, 0, stream);
-        return tensors(taken.slot_idx, plan, num_rows, memory, reinterpret_cast<uintptr_t>(given.route));
+    if (slot_bytes > slot_bytes_) return py::none();
+    return launch(communicator, plan, given, handle, stream, [&](int slot_idx, uint32_t) -> py::object {
+      return tensors(slot_idx, plan, num_rows, memory, reinterpret_cast<uintptr_t>(given.route));
+    });
+  }
+
+  // Launches a dispatch that makes its route, and waits for its counts. None: no call was launched, as for dispatch().
+  // Otherwise what fields_of() returns, the tokens of each local expert, and the tensors. Without fields the call has
+  // failed; without tensors the slots of some rank are too small, and no rank has sent.
+  py::object dispatch_and_wait(Communicator& communicator, const DispatchPlan& plan, const DispatchTensors& given,
+                               int handle, const py::object& memory, cudaStream_t stream) {
+    return launch(communicator, plan, given, handle, stream, [&](int slot_idx, uint32_t counts_epoch) -> py::object {
+      const HostCounts* found = wait_for_counts(communicator, counts_epoch, stream);
+      if (found == nullptr || found->status == kNeedsCapacity) {
+        pool_->release(slot_idx);
+        return py::make_tuple(fields_of(found), py::none(), py::none());
       }
-    } catch (...) {
-      pool_->release(taken.slot_idx);
-      throw;
-    }
-    pool_->release(taken.slot_idx);
-    return py::none();
+      const int num_recv = found->num_recv;
+      const py::object fields = fields_of(found);
+      py::list counts(plan.num_experts / plan.num_ranks);
+      for (size_t e = 0; e < counts.size(); ++e) counts[e] = py::int_(found->num_tokens_per_expert[e]);
+      return py::make_tuple(fields, counts,
+                            tensors(slot_idx, plan, num_recv, memory, reinterpret_cast<uintptr_t>(given.route)));
+    });
   }
 
   // The tensors of a dispatch between domains: rows, experts, weights and scales.
@@ -85,6 +94,27 @@ class SlotTensors {
   }
 
  private:
+  // Takes a slot, launches a dispatch into it, and returns launched(slot, epoch of the counts), which gives the slot
+  // back. None: no call was launched.
+  template <typename Launched>
+  py::object launch(Communicator& communicator, const DispatchPlan& plan, const DispatchTensors& given, int handle,
+                    cudaStream_t stream, Launched&& launched) {
+    const uintptr_t ends = reinterpret_cast<uintptr_t>(given.rows) | reinterpret_cast<uintptr_t>(given.scales);
+    if (ends % kRowAlignBytes != 0) return py::none();
+    const SlotPool::Taken taken = pool_->take(stream);
+    if (taken.slot_idx == 0) return py::none();
+    try {
+      if (!taken.is_captured && slots_agreed(communicator, stream) <= pool_->num_slots()) {
+        return launched(taken.slot_idx, communicator.dispatch(plan, given, handle, taken.slot_idx, 0, stream));
+      }
+    } catch (...) {
+      pool_->release(taken.slot_idx);
+      throw;
+    }
+    pool_->release(taken.slot_idx);
+    return py::none();
+  }
+
   static SlotPool::CurrentStream stream_getter(py::object current_stream, int device) {
     return [current_stream = std::move(current_stream), device]() -> std::optional<cudaStream_t> {
       try {
@@ -160,6 +190,16 @@ void add_slot_pool(py::module_& module) {
           py::arg("communicator"), py::arg("plan"), py::arg("slot_bytes"), py::arg("num_rows"), py::arg("rows"),
           py::arg("scales"), py::arg("topk_idx"), py::arg("topk_weights"), py::arg("memory"), py::arg("route"),
           py::arg("handle"), py::arg("stream"))
+      .def(
+          "dispatch_and_wait",
+          [](SlotTensors& self, Communicator& communicator, const DispatchPlan& plan, Address rows, Address scales,
+             Address topk_idx, Address topk_weights, const py::object& memory, uintptr_t route, int handle,
+             uintptr_t stream) {
+            return self.dispatch_and_wait(communicator, plan, tensors_of(rows, topk_idx, topk_weights, scales, route),
+                                          handle, memory, stream_of(stream));
+          },
+          py::arg("communicator"), py::arg("plan"), py::arg("rows"), py::arg("scales"), py::arg("topk_idx"),
+          py::arg("topk_weights"), py::arg("memory"), py::arg("route"), py::arg("handle"), py::arg("stream"))
       .def("tensors", &SlotTensors::tensors, py::arg("slot_idx"), py::arg("plan"), py::arg("num_rows"),
            py::arg("memory"), py::arg("route"))
       .def("tensors_between", &SlotTensors::tensors_between, py::arg("slot_idx"), py::arg("plan"), py::arg("num_rows"))

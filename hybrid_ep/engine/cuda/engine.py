@@ -41,7 +41,6 @@ from hybrid_ep.engine.calls import (
     LowLatencyHandle,
     Permuted,
     PermuteHandle,
-    RepeatedDispatch,
     RepeatedLowLatencyCombine,
     RepeatedLowLatencyDispatch,
     Routing,
@@ -49,7 +48,7 @@ from hybrid_ep.engine.calls import (
     state_of,
 )
 from hybrid_ep.engine.cuda.arena import Arena, DispatchOutput, SlotLease
-from hybrid_ep.engine.cuda.at_once import BoundDispatch, dispatch_at_once
+from hybrid_ep.engine.cuda.at_once import RepeatedDispatch, dispatch_at_once
 from hybrid_ep.engine.cuda.combine import combine, combine_permuted
 from hybrid_ep.engine.cuda.compare import compare_calls
 from hybrid_ep.engine.cuda.experts import ExpertCopier
@@ -159,7 +158,7 @@ class CudaEngine(Engine):
         return self._control.local.nbytes + slots + self._low_latency.num_bytes
 
     def dispatch(self, request: DispatchRequest) -> Dispatched:
-        at_once = self.repeat_of(request)
+        at_once = None if request.bound is None else self.repeat_of(request)
         if at_once is None:
             return self.dispatch_in_steps(request)
         return at_once(*request.rows, request.routing.topk_idx, request.routing.topk_weights)
@@ -177,12 +176,12 @@ class CudaEngine(Engine):
 
     def repeat_of(self, request: DispatchRequest) -> RepeatedDispatch | None:
         # Handles and mappings have tensors, and differ from call to call.
-        if request.bound is None or request.again is not None or request.replicas is not None:
+        if request.again is not None or request.replicas is not None:
             return None
         planned = plan_dispatch(self.grid.rank, self.grid.num_ranks, shape_of(request, self.grid))
         if planned.refusal is not None:
             return None
-        return BoundDispatch(self, request, planned)
+        return RepeatedDispatch(self, request, planned)
 
     def dispatch_cached(self, request: CachedDispatchRequest, handle: DispatchHandle) -> Rows:
         rows, route = request.rows, state_of(handle, Route)
