@@ -1,9 +1,10 @@
 """The CUDA kernels and what launches them. Pointers and streams are integers; the caller keeps tensors alive."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hybrid_ep._C import Faults as Faults
@@ -307,9 +308,24 @@ class LayoutCounts:
         num_experts: int,
         num_ranks: int,
         num_ranks_per_domain: int,
+        make_totals: NewTensor,
+        make_in_rank: NewTensor,
         device: int,
     ) -> None: ...
-    def __call__(self, topk_idx: _Address, totals: _Address, is_token_in_rank: _Address, stream: int) -> None: ...
+    def __call__(self, topk_idx: _Address, stream: int) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+
+class NewTensor:
+    """Makes tensors as `torch.empty_strided` does."""
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        by_python: bool = False,
+    ) -> None: ...
+    def __call__(self) -> Tensor: ...
 
 def weights_to_probs(
     *,
@@ -595,13 +611,14 @@ class RepeatedLowLatencyCalls:
         results: _Address,
         topk_idx: _Address,
         topk_weights: _Address,
-        out: _Address,
+        out: Tensor | None,
+        make_out: NewTensor,
         num_tokens: int,
         use_logfmt: bool,
         min_tokens_to_sum: int,
         wait_stats: _Address,
         stream: int,
-    ) -> bool | None: ...
+    ) -> tuple[Tensor, bool] | None: ...
 
 class RepeatedLowLatencyDispatch:
     def __init__(
@@ -610,8 +627,8 @@ class RepeatedLowLatencyDispatch:
         plan: LowLatencyPlan,
         num_tokens: int,
         num_ints: int,
-        make_rows: Callable[[], Tensor],
-        make_scales: Callable[[], Tensor] | None,
+        make_rows: NewTensor,
+        make_scales: NewTensor | None,
         take: Callable[..., tuple[object, int]],
     ) -> None: ...
     def __call__(

@@ -335,14 +335,12 @@ class LowLatencyCalls(LowLatencyArguments):
         except ConfigError as error:
             engine.refuse("low_latency_combine", error)
             raise
-        if out is None:
-            num_tokens, hidden = topk_idx.shape[0], handle.hidden
-            out = torch.empty_strided((num_tokens, hidden), (hidden, 1), dtype=torch.bfloat16, device=x.device)
-
         if repeat is not None:
-            finish = repeat(x, topk_idx, topk_weights, out, waits, handle)
+            out, finish = repeat(x, topk_idx, topk_weights, out, waits, handle)
             hook = None if finish is None else self._receive_or_return(engine, finish, return_recv_hook)
             return out, EventOverlap(), hook
+        if out is None:
+            out = torch.empty(topk_idx.shape[0], handle.hidden, dtype=torch.bfloat16, device=x.device)
         with self._comm_stream.scope(None, async_finish):
             request = LowLatencyCombineRequest(
                 x.contiguous(),

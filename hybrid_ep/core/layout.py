@@ -5,7 +5,6 @@ Nothing here talks to another rank. Tensors may be on any device; only the funct
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -99,26 +98,22 @@ class LayoutByKernel:
 
     def __init__(self, like: Tensor, num_experts: int, num_ranks: int, num_ranks_per_domain: int) -> None:
         num_tokens, num_topk = like.shape
-        device, self._index = like.device, kernels.place_of(like)["device"]
-        self._sizes = num_ranks, num_ranks // num_ranks_per_domain, num_experts
-        self._make_totals = functools.partial(torch.empty, sum(self._sizes), dtype=torch.int32, device=device)
-        self._make_in_rank = functools.partial(torch.empty, (num_tokens, num_ranks), dtype=torch.bool, device=device)
+        num_totals = num_ranks + num_ranks // num_ranks_per_domain + num_experts
+        self._index = kernels.place_of(like)["device"]
         self._count = kernels.native.LayoutCounts(
             num_tokens=num_tokens,
             num_topk=num_topk,
             num_experts=num_experts,
             num_ranks=num_ranks,
             num_ranks_per_domain=num_ranks_per_domain,
+            make_totals=kernels.native.NewTensor((num_totals,), (1,), torch.int32, like.device),
+            make_in_rank=kernels.native.NewTensor((num_tokens, num_ranks), (num_ranks, 1), torch.bool, like.device),
             device=self._index,
         ).__call__
 
     def __call__(self, topk_idx: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The tensors of a `Layout`, in its order."""
-        totals, in_rank = self._make_totals(), self._make_in_rank()
-        self._count(topk_idx, totals, in_rank, current_raw_stream(self._index))
-        # Tensor.split, which Python makes, takes longer.
-        per_rank, per_domain, per_expert = totals.split_with_sizes(self._sizes)
-        return per_rank, per_domain, per_expert, in_rank
+        return self._count(topk_idx, current_raw_stream(self._index))
 
 
 def compute_layout_on_device(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -311,7 +311,8 @@ class Engine(abc.ABC):
     def repeat_of_low_latency_combine(self, request: LowLatencyCombineRequest) -> RepeatedLowLatencyCombine | None:
         """Local: `repeat_of` for a low-latency combine without signals.
 
-        Takes rows, top-k indices, weights, the tensor to write to, wait statistics, and the handle.
+        Takes rows, top-k indices, weights, the tensor to write to (None: a new one), wait statistics, and the handle.
+        Returns the result, and what `low_latency_combine` returns.
         """
         return None
 

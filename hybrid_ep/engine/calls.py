@@ -475,5 +475,6 @@ LowLatencyFields = tuple[tuple[Tensor, "Tensor | None"], Tensor, LowLatencyHandl
 RepeatedLowLatencyDispatch = Callable[[Tensor, Tensor, "Tensor | None", "Tensor | None"], LowLatencyFields]
 # See Engine.repeat_of_low_latency_combine.
 RepeatedLowLatencyCombine = Callable[
-    [Tensor, Tensor, Tensor, Tensor, "Tensor | None", LowLatencyHandle], "Callable[[], None] | None"
+    [Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None", LowLatencyHandle],
+    tuple[Tensor, "Callable[[], None] | None"],
 ]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -62,21 +60,15 @@ class PackedLayout(NamedTuple):
     def empty(self, device: torch.device) -> Rows:
         """Uninitialised rows."""
         # One operator for both: after a barrier, caches of the host are cold, but for the second call of an operator.
-        _, capacity, width = self.rows
-        strides = capacity * width, width, 1
-        rows = torch.empty_strided(self.rows, strides, dtype=self.row_type, device=device)
+        rows = torch.empty_strided(self.rows, self.row_strides, dtype=self.row_type, device=device)
         if self.scales is None:
             return Rows(rows)
         return Rows(rows, torch.empty_strided(self.scales, self.scale_strides, dtype=self.scale_type, device=device))
 
-    def allocators(self, device: torch.device) -> tuple[Callable[[], Tensor], Callable[[], Tensor] | None]:
-        """Functions that return what `empty` does: rows, and scales, None where rows have none."""
+    @property
+    def row_strides(self) -> tuple[int, int, int]:
         _, capacity, width = self.rows
-        make = functools.partial(torch.empty_strided, device=device)
-        rows = functools.partial(make, self.rows, (capacity * width, width, 1), dtype=self.row_type)
-        if self.scales is None:
-            return rows, None
-        return rows, functools.partial(make, self.scales, self.scale_strides, dtype=self.scale_type)
+        return capacity * width, width, 1
 
     def store_scales(self, scales: Tensor, expert: Tensor, row: Tensor, values: Tensor) -> None:
         """Writes scales, `values` ``[n, W]`` of 4 bytes, of rows ``[n]`` of experts ``[n]``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 from unittest import mock
@@ -158,9 +159,13 @@ def check_allocations_let_others_call() -> None:
             within.append(calls.dispatch())
         return empty(*args, **kwargs)
 
+    from hybrid_ep import _cuda
+
+    by_python = functools.partial(_cuda.NewTensor, by_python=True)
     with (
         unread_values(),
         mock.patch.object(torch, "empty_strided", make_and_call),
+        mock.patch.object(_cuda, "NewTensor", by_python),
         make_buffer(case, low_latency_mode=True) as buffer,
     ):
         calls = _Calls(case, buffer)

@@ -18,6 +18,7 @@ void add_between(pybind11::module_& module);
 void add_communicator(pybind11::module_& module);
 void add_local_kernels(pybind11::module_& module);
 void add_low_latency(pybind11::module_& module);
+void add_new_tensor(pybind11::module_& module);
 void add_push_rows(pybind11::module_& module);
 void add_slot_pool(pybind11::module_& module);
 

@@ -1,42 +1,63 @@
 // Kernels that need no other rank.
 #include "bindings/cuda/address.h"
 #include "bindings/cuda/bindings.h"
+#include "bindings/cuda/new_tensor.h"
 #include "common/device_guard.h"
 #include "kernels/launch.h"
 
 namespace hybrid_ep::bindings {
 namespace {
 
-// The counts of get_dispatch_layout, of one shape.
+namespace py = pybind11;
+
+// The results of get_dispatch_layout, of one shape.
 class LayoutCounts {
  public:
-  LayoutCounts(int num_tokens, int num_topk, int num_experts, int num_ranks, int num_ranks_per_domain, int device)
+  LayoutCounts(int num_tokens, int num_topk, int num_experts, int num_ranks, int num_ranks_per_domain,
+               const NewTensor& make_totals, const NewTensor& make_in_rank, int device)
       : params_{nullptr, nullptr, nullptr, num_tokens, num_topk, num_experts, num_ranks, num_ranks_per_domain},
+        make_totals_(make_totals),
+        make_in_rank_(make_in_rank),
         device_(device) {}
 
-  void call(Address topk_idx, Address totals, Address is_token_in_rank, uintptr_t stream) const {
+  // Tokens per rank, per domain and per expert, and whether a token goes to a rank.
+  py::tuple call(Address topk_idx, uintptr_t stream) const {
     LayoutParams params = params_;
-    params.topk_idx = pointer<int64_t>(topk_idx);
-    params.totals = pointer<int32_t>(totals);
-    params.is_token_in_rank = pointer<bool>(is_token_in_rank);
-    const DeviceGuard guard(device_);
-    launch_layout(params, stream_of(stream));
+    uintptr_t in_rank_at = 0, totals_at = 0;
+    const py::object in_rank = make_in_rank_.make(&in_rank_at);
+    const int num_ranks = params.num_ranks, num_domains = num_ranks / params.num_ranks_per_domain;
+    const auto launch = [&](uintptr_t totals) {
+      params.topk_idx = pointer<int64_t>(topk_idx);
+      params.totals = pointer<int32_t>(totals);
+      params.is_token_in_rank = pointer<bool>(in_rank_at);
+      const DeviceGuard guard(device_);
+      launch_layout(params, stream_of(stream));
+    };
+    if (const auto totals = make_totals_.make_owned()) {
+      launch(totals->address());
+      return py::make_tuple(totals->part(0, num_ranks), totals->part(num_ranks, num_domains),
+                            totals->part(num_ranks + num_domains, params.num_experts), in_rank);
+    }
+    const py::object totals = make_totals_.make(&totals_at);
+    launch(totals_at);
+    const py::sequence parts = totals.attr("split")(py::make_tuple(num_ranks, num_domains, params.num_experts));
+    return py::make_tuple(parts[0], parts[1], parts[2], in_rank);
   }
 
  private:
   LayoutParams params_;
+  NewTensor make_totals_, make_in_rank_;
   int device_;
 };
 
 }  // namespace
 
-void add_local_kernels(pybind11::module_& module) {
-  namespace py = pybind11;
+void add_local_kernels(py::module_& module) {
   py::class_<LayoutCounts>(module, "LayoutCounts")
-      .def(py::init<int, int, int, int, int, int>(), py::kw_only(), py::arg("num_tokens"), py::arg("num_topk"),
-           py::arg("num_experts"), py::arg("num_ranks"), py::arg("num_ranks_per_domain"), py::arg("device"))
-      .def("__call__", &LayoutCounts::call, py::arg("topk_idx"), py::arg("totals"), py::arg("is_token_in_rank"),
-           py::arg("stream"));
+      .def(py::init<int, int, int, int, int, const NewTensor&, const NewTensor&, int>(), py::kw_only(),
+           py::arg("num_tokens"), py::arg("num_topk"), py::arg("num_experts"), py::arg("num_ranks"),
+           py::arg("num_ranks_per_domain"), py::arg("make_totals"), py::arg("make_in_rank"), py::arg("device"))
+      .def("__call__", &LayoutCounts::call, py::arg("topk_idx"), py::arg("stream"));
   module.def(
       "weights_to_probs",
       [](uintptr_t topk_idx, uintptr_t weights, uintptr_t probs, int num_tokens, int num_topk, int num_experts,

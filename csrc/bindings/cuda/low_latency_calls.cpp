@@ -7,6 +7,7 @@
 
 #include "bindings/cuda/address.h"
 #include "bindings/cuda/low_latency.h"
+#include "bindings/cuda/new_tensor.h"
 #include "common/cuda_check.h"
 
 namespace hybrid_ep::bindings {
@@ -97,17 +98,16 @@ class RepeatedCalls {
 // Dispatches of one shape without a hook.
 class RepeatedDispatch {
  public:
-  // A dispatch fills `num_ints` beside its rows. `make_rows` and `make_scales` return new tensors; rows without scales
-  // have None. `take` is RouteMemory.take.
+  // A dispatch fills `num_ints` beside its rows. Rows without scales have no `make_scales`. `take` is RouteMemory.take.
   RepeatedDispatch(const RepeatedCalls& calls, const LowLatencyPlan& plan, int num_tokens, int64_t num_ints,
-                   py::object make_rows, py::object make_scales, py::object take)
+                   const NewTensor& make_rows, const std::optional<NewTensor>& make_scales, py::object take)
       : calls_(calls),
         plan_(plan),
         num_tokens_(num_tokens),
         results_bytes_((num_ints * static_cast<int64_t>(sizeof(int32_t)) + kResultsAlignBytes - 1) /
                        kResultsAlignBytes * kResultsAlignBytes),
-        make_rows_(std::move(make_rows)),
-        make_scales_(std::move(make_scales)),
+        make_rows_(make_rows),
+        make_scales_(make_scales),
         take_(std::move(take)) {}
 
   // Returns rows, scales, counts, the chunk and the address of the results, the stream, and whether a kernel has
@@ -121,11 +121,13 @@ class RepeatedDispatch {
     const py::object chunk = chunk_, memory = memory_;
     const uintptr_t results = std::exchange(results_, results_ + results_bytes_);
     --num_left_;
-    const py::object received = make_rows_(), scales = make_scales_.is_none() ? py::object(py::none()) : make_scales_();
+    uintptr_t received_at = 0, scales_at = 0;
+    const py::object received = make_rows_.make(&received_at);
+    const py::object scales = make_scales_ ? make_scales_->make(&scales_at) : py::none();
     launch->opened->region.dispatch_tokens(
         plan_, launch->buffers.next_idx(),
         tokens_out(rows, topk_idx, num_tokens_, global_scale, launch->opened->counter),
-        tokens_in(address_of(received), address_of(scales), wait_stats), pointer<int32_t>(results), stream_of(stream));
+        tokens_in(received_at, scales_at, wait_stats), pointer<int32_t>(results), stream_of(stream));
     const bool has_fault = calls_.end(*launch);
     const py::object counts = make_counts(plan_, memory, results, calls_.device());
     return py::make_tuple(received, scales, counts, chunk, results, stream, has_fault);
@@ -146,26 +148,31 @@ class RepeatedDispatch {
   LowLatencyPlan plan_;
   int num_tokens_;
   int64_t results_bytes_;
-  py::object make_rows_, make_scales_, take_;
+  NewTensor make_rows_;
+  std::optional<NewTensor> make_scales_;
+  py::object take_;
   // What the next dispatches on `stream_` fill.
   py::object chunk_, memory_;
   uintptr_t results_ = 0, stream_ = 0;
   int num_left_ = 0;
 };
 
-// Makes a combine without a hook, if the current stream is `stream`. Returns whether a kernel has reported a fault;
-// None: the call has not been made. `results` are those of the dispatch.
+// Makes a combine without a hook, if the current stream is `stream`. Returns the result, and whether a kernel has
+// reported a fault; None: the call has not been made. `results` are those of the dispatch. `out` is the tensor to write
+// to; None: a new one.
 py::object combine(const RepeatedCalls& calls, const LowLatencyPlan& plan, Address rows, Address results,
-                   Address topk_idx, Address topk_weights, Address out, int num_tokens, bool use_logfmt,
-                   int min_tokens_to_sum, Address wait_stats, uintptr_t stream) {
+                   Address topk_idx, Address topk_weights, py::object out, const NewTensor& make_out, int num_tokens,
+                   bool use_logfmt, int min_tokens_to_sum, Address wait_stats, uintptr_t stream) {
   const std::optional<Launch> launch = calls.begin(plan, LowLatencyKind::kCombine);
-  const bool is_aligned = (rows | topk_weights | out) % kRowAlignBytes == 0;
+  uintptr_t out_at = address_of(out);
+  const bool is_aligned = (rows | topk_weights | out_at) % kRowAlignBytes == 0;
   if (!launch || launch->stream != stream || !is_aligned) return py::none();
+  if (out.is_none()) out = make_out.make(&out_at);
   launch->opened->region.combine_rows(plan, launch->buffers.next_idx(),
                                       rows_home(rows, results, topk_weights, num_tokens, use_logfmt), min_tokens_to_sum,
-                                      rows_to_sum(results, topk_idx, topk_weights, out, num_tokens, use_logfmt),
+                                      rows_to_sum(results, topk_idx, topk_weights, out_at, num_tokens, use_logfmt),
                                       pointer<int64_t>(wait_stats), stream_of(stream));
-  return py::bool_(calls.end(*launch));
+  return py::make_tuple(out, calls.end(*launch));
 }
 
 }  // namespace
@@ -187,10 +194,11 @@ void add_low_latency_calls(py::module_& module) {
       .def("close", &RepeatedCalls::close)
       .def_property_readonly("is_open", &RepeatedCalls::is_open)
       .def("combine", &combine, py::arg("plan"), py::arg("rows"), py::arg("results"), py::arg("topk_idx"),
-           py::arg("topk_weights"), py::arg("out"), py::arg("num_tokens"), py::arg("use_logfmt"),
+           py::arg("topk_weights"), py::arg("out"), py::arg("make_out"), py::arg("num_tokens"), py::arg("use_logfmt"),
            py::arg("min_tokens_to_sum"), py::arg("wait_stats"), py::arg("stream"));
   py::class_<RepeatedDispatch>(module, "RepeatedLowLatencyDispatch")
-      .def(py::init<const RepeatedCalls&, const LowLatencyPlan&, int, int64_t, py::object, py::object, py::object>(),
+      .def(py::init<const RepeatedCalls&, const LowLatencyPlan&, int, int64_t, const NewTensor&,
+                    const std::optional<NewTensor>&, py::object>(),
            py::arg("calls"), py::arg("plan"), py::arg("num_tokens"), py::arg("num_ints"), py::arg("make_rows"),
            py::arg("make_scales"), py::arg("take"), py::keep_alive<1, 2>())
       .def("__call__", &RepeatedDispatch::call, py::arg("rows"), py::arg("topk_idx"), py::arg("global_scale"),

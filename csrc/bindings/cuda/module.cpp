@@ -30,6 +30,7 @@ PYBIND11_MODULE(_cuda, module) {
   hybrid_ep::bindings::add_balance(module);
   hybrid_ep::bindings::add_communicator(module);
   hybrid_ep::bindings::add_local_kernels(module);
+  hybrid_ep::bindings::add_new_tensor(module);
   hybrid_ep::bindings::add_low_latency(module);
   hybrid_ep::bindings::add_push_rows(module);
   hybrid_ep::bindings::add_sizes(module);

@@ -24,7 +24,6 @@ from hybrid_ep.engine.calls import (
     LowLatencyDispatched,
     LowLatencyDispatchRequest,
     LowLatencyHandle,
-    RepeatedLowLatencyCombine,
     RepeatedLowLatencyDispatch,
     state_of,
 )
@@ -105,7 +104,7 @@ class CudaLowLatency(LowLatencyMasks):
             return functools.partial(self.dispatch_in_steps, plan, request.return_recv_hook)
         return RepeatedDispatch(self, request, plan)
 
-    def repeat_of_combine(self, request: LowLatencyCombineRequest) -> RepeatedLowLatencyCombine:
+    def repeat_of_combine(self, request: LowLatencyCombineRequest) -> RepeatedCombine:
         """As `Engine.repeat_of_low_latency_combine`."""
         return RepeatedCombine(self, request, is_at_once=not (self.takes_masks or request.return_recv_hook))
 

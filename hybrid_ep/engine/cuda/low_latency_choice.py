@@ -63,14 +63,11 @@ class LowLatencyChoice(TorchEngine):
         kernels = self._low_latency_kernels
         if kernels is None:
             return None
-        repeat, use_logfmt, has_hook = kernels.repeat_of_combine(request), request.use_logfmt, request.return_recv_hook
+        repeat = kernels.repeat_of_combine(request)
 
-        def combine(*arguments: Any) -> Callable[[], None] | None:
-            data, topk_idx, topk_weights, out, wait_stats, handle = arguments
-            if not kernels.has_made(handle):
-                tensors = data, topk_idx, topk_weights, out
-                again = LowLatencyCombineRequest(*tensors, use_logfmt, wait_stats, None, has_hook)
-                return self.low_latency_combine(again, handle)
+        def combine(*arguments: Any) -> tuple[Tensor, Callable[[], None] | None]:
+            if not kernels.has_made(arguments[-1]):
+                return repeat.in_steps(self.low_latency_combine, *arguments)
             self._calls_kernels = True
             return repeat(*arguments)
 

@@ -66,7 +66,10 @@ class RepeatedDispatch:
 
     def __init__(self, calls: CudaLowLatency, request: LowLatencyDispatchRequest, plan: LowLatencyPlan) -> None:
         self._calls, self._plan, self._num_tokens = calls, plan, request.topk_idx.shape[0]
-        rows, scales = plan.packed.allocators(calls._device)
+        packed, device, scales = plan.packed, calls._device, None
+        rows = _cuda.NewTensor(packed.rows, packed.row_strides, packed.row_type, device)
+        if packed.scales is not None:
+            scales = _cuda.NewTensor(packed.scales, packed.scale_strides, packed.scale_type, device)
         self._dispatch = _cuda.RepeatedLowLatencyDispatch(
             calls._repeated, plan.native, self._num_tokens, plan.num_ints, rows, scales, calls._results.take
         ).__call__
@@ -97,6 +100,8 @@ class RepeatedCombine:
     def __init__(self, calls: CudaLowLatency, request: LowLatencyCombineRequest, *, is_at_once: bool) -> None:
         self._calls, self._shape, self._is_at_once = calls, request.topk_idx.shape, is_at_once
         self._use_logfmt, self._has_hook = request.use_logfmt, request.return_recv_hook
+        out = request.out
+        self._make_out = _cuda.NewTensor(out.shape, (out.shape[1], 1), out.dtype, out.device)
         self._min_tokens_to_sum = request.min_tokens_to_sum
 
     def __call__(
@@ -104,29 +109,46 @@ class RepeatedCombine:
         data: Tensor,
         topk_idx: Tensor,
         topk_weights: Tensor,
-        out: Tensor,
+        out: Tensor | None,
         wait_stats: Tensor | None,
         handle: LowLatencyHandle,
-    ) -> Callable[[], None] | None:
-        calls, state, has_fault = self._calls, handle.state, None
+    ) -> tuple[Tensor, Callable[[], None] | None]:
+        calls, state, made = self._calls, handle.state, None
         if self._is_at_once and isinstance(state, LowLatencyState) and state.is_received:
             plan, num_tokens = state.plan, state.num_tokens
             if self._shape == (num_tokens, plan.num_topk):
-                has_fault = calls._repeated.combine(
+                made = calls._repeated.combine(
                     plan.native,
                     data,
                     state.results,
                     topk_idx,
                     topk_weights,
                     out,
+                    self._make_out,
                     num_tokens,
                     self._use_logfmt,
                     self._min_tokens_to_sum,
                     wait_stats,
                     state.stream,
                 )
-        if has_fault is None:
-            tensors = data, topk_idx, topk_weights, out
-            request = LowLatencyCombineRequest(*tensors, self._use_logfmt, wait_stats, None, self._has_hook)
-            return calls.combine(request, handle)
-        return calls._end() if has_fault else None
+        if made is None:
+            return self.in_steps(calls.combine, data, topk_idx, topk_weights, out, wait_stats, handle)
+        out, has_fault = made
+        return out, calls._end() if has_fault else None
+
+    def in_steps(
+        self,
+        combine: Callable[[LowLatencyCombineRequest, LowLatencyHandle], Callable[[], None] | None],
+        data: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        out: Tensor | None,
+        wait_stats: Tensor | None,
+        handle: LowLatencyHandle,
+    ) -> tuple[Tensor, Callable[[], None] | None]:
+        """Makes the call by `combine`, that of an engine."""
+        if out is None:
+            out = self._make_out()
+        tensors = data, topk_idx, topk_weights, out
+        request = LowLatencyCombineRequest(*tensors, self._use_logfmt, wait_stats, None, self._has_hook)
+        return out, combine(request, handle)

@@ -1,0 +1,65 @@
+// New tensors of torch's allocator, made without a call of Python: at the begin of a call, when the host's caches are
+// cold, torch.empty takes about as long as the launch of a kernel.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace hybrid_ep::bindings {
+
+// The functions of torch's stable C interface that are used here, and its conversion to Python, by name. This module is
+// not linked to torch, so that one build serves several versions.
+struct TorchInterface {
+  // A tensor handle is a pointer to an at::Tensor. Each returns 0, or has failed.
+  using Handle = void*;
+  int32_t (*empty_strided)(int64_t num_dims, const int64_t* shape, const int64_t* strides, int32_t dtype,
+                           int32_t device_type, int32_t device_index, Handle* tensor);
+  int32_t (*reinterpret)(Handle tensor, int64_t num_dims, const int64_t* shape, const int64_t* strides, int64_t offset,
+                         Handle* view);
+  int32_t (*data_ptr)(Handle tensor, void** address);
+  int32_t (*destroy)(Handle tensor);
+  PyObject* (*wrap)(Handle tensor);  // a new reference; THPVariable_Wrap(const at::TensorBase&)
+};
+
+// nullptr where torch lacks one of them.
+const TorchInterface* torch_interface();
+
+// A tensor that Python may not know yet.
+class OwnedTensor {
+ public:
+  explicit OwnedTensor(TorchInterface::Handle handle) : handle_(handle) {}
+  ~OwnedTensor() { torch_interface()->destroy(handle_); }
+  OwnedTensor(const OwnedTensor&) = delete;
+  OwnedTensor& operator=(const OwnedTensor&) = delete;
+
+  uintptr_t address() const;
+  pybind11::object as_python() const;
+  // `size` elements from `offset` on, as a tensor of one dimension.
+  pybind11::object part(int64_t offset, int64_t size) const;
+
+ private:
+  TorchInterface::Handle handle_;
+};
+
+// Makes tensors of one shape, dtype and device.
+class NewTensor {
+ public:
+  // `by_python`: as where torch lacks the interface; for tests.
+  NewTensor(std::vector<int64_t> shape, std::vector<int64_t> strides, const pybind11::object& dtype,
+            const pybind11::object& device, bool by_python);
+
+  // Writes the address, too.
+  pybind11::object make(uintptr_t* address) const;
+  // nullptr: torch cannot make one in this way, or not now.
+  std::unique_ptr<OwnedTensor> make_owned() const;
+
+ private:
+  std::vector<int64_t> shape_, strides_;
+  int32_t dtype_ = 0, device_type_ = 0, device_index_ = 0;
+  pybind11::object empty_strided_;  // of Python, with all arguments
+};
+
+}  // namespace hybrid_ep::bindings
