@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,12 +26,8 @@ __all__ = ["NormalArguments", "Parts", "Tokens", "as_given", "check_sizes", "par
 Tokens = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
 
-class Parts(NamedTuple):
-    """The parts of the argument `x`."""
-
-    data: Tensor
-    scales: Tensor | None = None
-    global_scale: Tensor | None = None  # of NVFP4
+# The parts of the argument `x`: rows, scales, and the global scale of NVFP4.
+Parts = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 class NormalArguments(BaseBuffer):
@@ -52,6 +47,7 @@ class NormalArguments(BaseBuffer):
 
     def _dispatch(
         self,
+        given: object,
         sent: Parts,
         topk_idx: Tensor | None,
         topk_weights: Tensor | None,
@@ -61,19 +57,16 @@ class NormalArguments(BaseBuffer):
     ) -> Dispatched:
         """Checks rows, routing, expert alignment and bound (0: none), and dispatches.
 
-        Checks are skipped if arguments with the same traits have passed before. The engine repeats such a call.
+        `given` are the traits of the arguments. If the same have passed before, no check is made. The engine may repeat
+        later calls with the same traits.
         """
-        given = traits(*sent, topk_idx, topk_weights, *layout, *sizes), num_sms
-        repeat = self._passed.get(given)
-        if repeat is not None:
-            return repeat(sent.data, sent.scales, topk_idx, topk_weights)  # type: ignore[no-any-return]
         check_sizes(*sizes)
         bound = sizes[1] or None
         rows, routing = self._rows_and_routing(given, sent, topk_idx, topk_weights, *layout)
         request = DispatchRequest(rows, routing, bound, num_sms)
         result = self.engine.dispatch(request)
         if given in self._passed:
-            taken, tensors = (*rows, *routing[:2]), (sent.data, sent.scales, topk_idx, topk_weights)
+            taken, tensors = (*rows, *routing[:2]), (*sent[:2], topk_idx, topk_weights)
             if all(map(operator.is_, taken, tensors)):  # none was copied
                 self._passed[given] = self.engine.repeat_of(request)
         return result
@@ -189,10 +182,10 @@ def check_sizes(expert_alignment: int, num_worst_tokens: int) -> None:
 
 def parts_of(x: Tokens) -> Parts:
     if not isinstance(x, tuple):
-        return Parts(x)
+        return x, None, None
     allowed = "a tensor, a tensor and its scales, or NVFP4 rows, their scales and the global scale"
     require(len(x) in (2, 3), "x", f"a tuple of {len(x)}", allowed)
-    return Parts(*x)
+    return x if len(x) == 3 else (*x, None)
 
 
 def checked(sent: Parts, device: torch.device | None) -> Rows:
@@ -209,11 +202,12 @@ def rows_of(sent: Parts) -> Rows:
     return as_rows(data, scales if scales is None or global_scale is None else as_words(scales))
 
 
-def as_given(received: Rows, sent: Parts) -> Tokens:
+def as_given(received: tuple[Tensor, Tensor | None], sent: Parts) -> Tokens:
     """Received rows in the form in which `x` was given."""
     data, scales = received
     if scales is None:
         return data
-    if sent.scales is None or sent.global_scale is None:
+    _, sent_scales, global_scale = sent
+    if sent_scales is None or global_scale is None:
         return data, scales
-    return data, scales.view(sent.scales.dtype), sent.global_scale
+    return data, scales.view(sent_scales.dtype), global_scale

@@ -26,6 +26,7 @@ __all__ = [
     "DispatchHandle",
     "DispatchRequest",
     "Dispatched",
+    "DispatchedFields",
     "ExpertCopies",
     "ExpertSignals",
     "LowLatencyCombineRequest",
@@ -426,7 +427,11 @@ class Dispatched(NamedTuple):
     handle: DispatchHandle
 
 
-RepeatedDispatch = Callable[[Tensor, "Tensor | None", Tensor, "Tensor | None"], Dispatched]  # see Engine.repeat_of
+# The fields of a Dispatched, or one itself: a NamedTuple takes the host longer to make than a tuple.
+DispatchedFields = tuple[
+    tuple[Tensor, "Tensor | None"], Tensor, "Tensor | None", "Tensor | list[int] | None", DispatchHandle
+]
+RepeatedDispatch = Callable[[Tensor, "Tensor | None", Tensor, "Tensor | None"], DispatchedFields]  # Engine.repeat_of
 
 
 class Permuted(NamedTuple):
@@ -469,7 +474,7 @@ class LowLatencyDispatched(NamedTuple):
     finish: Callable[[], None] | None
 
 
-# The fields of a LowLatencyDispatched, or one itself: a NamedTuple takes the host longer to make than a tuple.
+# The fields of a LowLatencyDispatched, or one itself, as DispatchedFields.
 LowLatencyFields = tuple[tuple[Tensor, "Tensor | None"], Tensor, LowLatencyHandle, "Callable[[], None] | None"]
 # See Engine.repeat_of_low_latency.
 RepeatedLowLatencyDispatch = Callable[[Tensor, Tensor, "Tensor | None", "Tensor | None"], LowLatencyFields]

@@ -230,14 +230,14 @@ def _compare_with_steps(engine: CudaEngine, case: Case, inputs: Inputs, rows: Ro
         got = repeat(data, rows.scales, topk_idx, weights)
         assert engine.traffic.within_domain - before == sent
         held.append(got)
-        assert got.rows.data.shape[0] == (n if bound is None else bound)
-        assert [_bytes(part, n) for part in (*got.rows, got.topk_idx, got.topk_weights)] == wanted
-        assert got.rows.data.dtype == rows.data.dtype
-        assert bool((got.topk_idx[n:] == -1).all())
-        assert got.handle.state[3:-1] == route, "the route of the handle"
-        found = got.num_tokens_per_expert
-        assert found is None if counts is None else torch.as_tensor(found).tolist() == counts.tolist()
-        y = engine.combine(CombineRequest(got.rows.data.bfloat16()), got.handle).data
+        got_rows, got_idx, got_weights, got_counts, handle = got
+        assert got_rows[0].shape[0] == (n if bound is None else bound)
+        assert [_bytes(part, n) for part in (*got_rows, got_idx, got_weights)] == wanted
+        assert got_rows[0].dtype == rows.data.dtype
+        assert bool((got_idx[n:] == -1).all())
+        assert handle.state[3:-1] == route, "the route of the handle"
+        assert got_counts is None if counts is None else torch.as_tensor(got_counts).tolist() == counts.tolist()
+        y = engine.combine(CombineRequest(got_rows[0].bfloat16()), handle).data
         equal(y, want_y.cpu(), "combined_x")
         if turn == 3:
             held.clear()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybrid_ep import _cuda
 from hybrid_ep.engine.agreement import ABSENT
-from hybrid_ep.engine.calls import Dispatched, DispatchHandle, DispatchRequest, Routing, Rows
+from hybrid_ep.engine.calls import DispatchedFields, DispatchHandle, DispatchRequest, Routing, Rows
 from hybrid_ep.engine.cuda.faults import dispatch_number
 from hybrid_ep.engine.cuda.plan import DispatchPlan
 from hybrid_ep.engine.cuda.route import Chunk, Route
@@ -86,7 +86,7 @@ class RepeatedDispatch:
 
     def __call__(
         self, data: Tensor, scales: Tensor | None, topk_idx: Tensor, topk_weights: Tensor | None
-    ) -> Dispatched:
+    ) -> DispatchedFields:
         engine, bound = self._engine, self._bound
         stream = engine._begin()
         piece, made = engine._routes.cut(self._route_ints, stream), None
@@ -113,7 +113,7 @@ class RepeatedDispatch:
         route = Route(*piece, self._counts_at, *sizes, number)
         num_tokens, num_topk = topk_idx.shape
         handle = DispatchHandle(rank_prefix, num_tokens, sizes[0], self._of_routing[0], num_topk, engine.grid, route)
-        return Dispatched(Rows(rows, received_scales), experts, weights, counts, handle)
+        return (rows, received_scales), experts, weights, counts, handle
 
     def _wait(
         self,

@@ -161,7 +161,9 @@ class CudaEngine(Engine):
         at_once = None if request.bound is None else self.repeat_of(request)
         if at_once is None:
             return self.dispatch_in_steps(request)
-        return at_once(*request.rows, request.routing.topk_idx, request.routing.topk_weights)
+        routing = request.routing
+        rows, topk_idx, topk_weights, counts, handle = at_once(*request.rows, routing.topk_idx, routing.topk_weights)
+        return Dispatched(Rows(*rows), topk_idx, topk_weights, counts, handle)
 
     def dispatch_in_steps(self, request: DispatchRequest) -> Dispatched:
         """Makes any dispatch: takes a slot, launches, waits for the counts if there is no bound, makes the tensors."""
