@@ -1,25 +1,28 @@
-"""The host's time of calls that follow each other: until each has returned, beside a trivial call of torch.
+"""The host's time of calls, beside a trivial call of torch.
 
     python benchmarks/host_time.py --ranks 2
+    python benchmarks/host_time.py --ranks 2 --impl hybrid_ep --impl deep_ep   # beside another module with a Buffer
 
-Dispatch, combine and the trivial call take turns, in rows after a barrier: a host's speed changes within seconds. The
-first calls of a row are not counted: caches of the host are cold. No call waits for the GPU. On a CPU a call does its
-work before it returns.
+A host's speed changes within seconds. So all calls of a group, of all implementations, and the trivial call take turns.
 
-Last come a low-latency dispatch and combine until the GPU is done, each pair after a barrier, and the trivial call
-likewise.
+- In a row: until a call has returned, in rows of calls after a barrier. The first calls of a row are not counted, for
+  which caches of the host are cold. No call waits for the GPU. On a CPU a call does its work before it returns.
+- After a barrier: one call, until it has returned, and until the GPU is done, of the slower rank.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import inspect
 from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 import click
 import torch
 import torch.distributed as dist
 
-from hybrid_ep import Buffer
 from hybrid_ep.bench.machine import rank_device
 from hybrid_ep.bench.timing import time_host, time_until_done
 from hybrid_ep.testing.cluster import VirtualCluster
@@ -28,17 +31,19 @@ _NUM_SKIPPED = 2
 _LOW_LATENCY_IN_A_ROW = 10
 _NORMAL_IN_A_ROW = 7  # a dispatch waits for the eighth before it
 _TRIVIAL = "tensor.add_(1)"
-_NUM_PAIRS = 100
+_NUM_DONE = 100
+_OWN = "hybrid_ep"
 
 Calls = dict[str, Callable[[], object]]
 Shape = tuple[int, int, int, int]  # tokens of a rank, hidden size, top-k, experts
+Times = dict[str, tuple[list[float], list[float]]]  # microseconds until calls returned, and until the device was done
 
 
 def _routing(num_tokens: int, num_topk: int, num_experts: int, device: torch.device) -> torch.Tensor:
     return torch.rand(num_tokens, num_experts).topk(num_topk).indices.to(device)
 
 
-def _low_latency_calls(buffer: Buffer, shape: Shape, device: torch.device, label: str, *, has_hook: bool) -> Calls:
+def _low_latency_calls(buffer: Any, shape: Shape, device: torch.device, label: str, *, has_hook: bool) -> Calls:
     """Dispatch of FP8 rows and combine; with hooks the sends and the receives."""
     num_tokens, hidden, num_topk, num_experts = shape
     num_ranks = dist.get_world_size()
@@ -65,65 +70,99 @@ def _low_latency_calls(buffer: Buffer, shape: Shape, device: torch.device, label
     }
 
 
-def _normal_calls(buffer: Buffer, shape: Shape, device: torch.device) -> Calls:
-    """Dispatch of bf16 rows with a bound, and combine."""
+def _normal_calls(buffer: Any, shape: Shape, device: torch.device) -> tuple[Calls, Calls]:
+    """Dispatch of bf16 rows with a bound, and combine; then the layout, and with it a dispatch that waits."""
     num_tokens, hidden, num_topk, num_experts = shape
     x = torch.randn(num_tokens, hidden, device=device).bfloat16()
     topk_idx = _routing(num_tokens, num_topk, num_experts, device)
     weights = torch.rand(num_tokens, num_topk, device=device)
-    per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(topk_idx, num_experts)
     last: list[tuple] = []  # type: ignore[type-arg]  # results of the latest dispatch
 
-    def dispatch() -> None:
-        last[:] = [
-            buffer.dispatch(
-                x,
-                num_tokens_per_rank=per_rank,
-                is_token_in_rank=is_in_rank,
-                num_tokens_per_expert=per_expert,
-                topk_idx=topk_idx,
-                topk_weights=weights,
-                num_worst_tokens=num_tokens * dist.get_world_size(),
-            )
-        ]
+    def layout() -> tuple:  # type: ignore[type-arg]
+        return buffer.get_dispatch_layout(topk_idx, num_experts)  # type: ignore[no-any-return]
 
-    return {"dispatch with a bound": dispatch, "combine": lambda: buffer.combine(last[0][0], last[0][4])}
+    def dispatch(counted: tuple, bound: int) -> tuple:  # type: ignore[type-arg]
+        per_rank, _, per_expert, is_in_rank, _ = counted
+        return buffer.dispatch(  # type: ignore[no-any-return]
+            x,
+            num_tokens_per_rank=per_rank,
+            is_token_in_rank=is_in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=topk_idx,
+            topk_weights=weights,
+            num_worst_tokens=bound,
+        )
+
+    counted, bound = layout(), num_tokens * dist.get_world_size()
+
+    def with_a_bound() -> None:
+        last[:] = [dispatch(counted, bound)]
+
+    def combine() -> None:
+        buffer.combine(last[0][0], last[0][4])
+
+    in_a_row: Calls = {"dispatch with a bound": with_a_bound, "combine": combine}
+    return in_a_row, {"layout": layout, "layout and dispatch": lambda: dispatch(layout(), 0), "combine": combine}
 
 
-def _measure(low_latency: Shape, normal: Shape, num_rows: int, device: str) -> list[dict[str, list[float]]]:
-    """Microseconds of each call that counts, by its name, for each group of calls that take turns."""
+def _open(kind: Any, num_nvl_bytes: int, num_rdma_bytes: int, **options: Any) -> Any:
+    """A buffer; `destroy` is allowed."""
+    if "explicitly_destroy" in inspect.signature(kind).parameters:
+        options["explicitly_destroy"] = True
+    return kind(dist.group.WORLD, num_nvl_bytes, num_rdma_bytes, **options)
+
+
+def _calls_of(
+    name: str, low_latency: Shape, normal: Shape, device: torch.device, stack: contextlib.ExitStack
+) -> tuple[list[Calls], Calls]:
+    """The calls of an implementation: for each group those in a row, then those after a barrier."""
+    kind, num_ranks = importlib.import_module(name).Buffer, dist.get_world_size()
+    num_tokens, hidden, _, num_experts = low_latency
+    num_bytes = kind.get_low_latency_rdma_size_hint(num_tokens, hidden, num_ranks, num_experts)
+    options = {"low_latency_mode": True, "num_qps_per_rank": max(1, num_experts // num_ranks)}
+    plain = _open(kind, 0, num_bytes, **options)
+    configs = kind.get_dispatch_config(num_ranks), kind.get_combine_config(num_ranks)
+    nvl_bytes = max(config.get_nvl_buffer_size_hint(2 * normal[1], num_ranks) for config in configs)
+    buffer = _open(kind, nvl_bytes, 0)
+    buffers = [plain, buffer]
+    pair = _low_latency_calls(plain, low_latency, device, "", has_hook=False)
+    in_a_row, done = _normal_calls(buffer, normal, device)
+    groups = [pair, _low_latency_calls(plain, low_latency, device, " with a hook", has_hook=True), in_a_row]
+    if name == _OWN:
+        shrinking = _open(kind, 0, num_bytes, enable_shrink=True, **options)
+        buffers.append(shrinking)
+        groups.append(_low_latency_calls(shrinking, low_latency, device, ", enable_shrink", has_hook=False))
+    for opened in buffers:
+        stack.callback(opened.destroy)
+    in_a_row["dispatch with a bound"]()  # what combine takes
+    both = tuple(pair.values())
+    return groups, done | {"low-latency dispatch and combine": lambda: [call() for call in both]}
+
+
+def _measure(
+    names: tuple[str, ...], low_latency: Shape, normal: Shape, num_rows: int, device: str
+) -> tuple[list[dict[str, list[float]]], Times]:
+    """Microseconds of each call that counts, by its name, for each group; then those after a barrier."""
     at = rank_device(device)
     number = torch.zeros(1, device=at)
-    with (
-        Buffer(low_latency_mode=True) as plain,
-        Buffer(low_latency_mode=True, enable_shrink=True) as shrinking,
-        Buffer() as buffer,
-    ):
-        groups = (
-            (_low_latency_calls(plain, low_latency, at, "", has_hook=False), _LOW_LATENCY_IN_A_ROW),
-            (_low_latency_calls(plain, low_latency, at, " with a hook", has_hook=True), _LOW_LATENCY_IN_A_ROW),
-            (_low_latency_calls(shrinking, low_latency, at, ", enable_shrink", has_hook=False), _LOW_LATENCY_IN_A_ROW),
-            (_normal_calls(buffer, normal, at), _NORMAL_IN_A_ROW),
+    trivial: Calls = {_TRIVIAL: lambda: number.add_(1)}
+    with contextlib.ExitStack() as stack:
+        made = {name: _calls_of(name, low_latency, normal, at, stack) for name in names}
+
+        def of_all(calls: dict[str, Calls]) -> Calls:
+            named = {f"{call}, {name}": run for name, group in calls.items() for call, run in group.items()}
+            return trivial | (named if len(names) > 1 else next(iter(calls.values())))
+
+        times = []
+        for i in range(max(len(groups) for groups, _ in made.values())):
+            calls = of_all({name: groups[i] for name, (groups, _) in made.items() if i < len(groups)})
+            in_a_row = _NORMAL_IN_A_ROW if i == 2 else _LOW_LATENCY_IN_A_ROW
+            times.append(time_host(calls, device, num_rows=num_rows, in_a_row=in_a_row, num_skipped=_NUM_SKIPPED))
+        done = time_until_done(
+            of_all({name: calls for name, (_, calls) in made.items()}), num_runs=_NUM_DONE, device=device
         )
-        times = [
-            time_host(
-                calls | {_TRIVIAL: lambda: number.add_(1)},
-                device,
-                num_rows=num_rows,
-                in_a_row=in_a_row,
-                num_skipped=_NUM_SKIPPED,
-            )
-            for calls, in_a_row in groups
-        ]
-        pair = tuple(_low_latency_calls(plain, low_latency, at, "", has_hook=False).values())
-        until_done: Calls = {
-            "low-latency dispatch and combine, until done": lambda: [call() for call in pair],
-            _TRIVIAL: lambda: number.add_(1),
-        }
-        done = time_until_done(until_done, num_runs=_NUM_PAIRS, device=device)
-        times.append({name: values.microseconds for name, values in done.items()})
         dist.barrier()
-    return times
+    return times, {name: (found.host_microseconds, found.microseconds) for name, found in done.items()}
 
 
 @click.command(help=__doc__)
@@ -135,6 +174,7 @@ def _measure(low_latency: Shape, normal: Shape, num_rows: int, device: str) -> l
 @click.option("--hidden", default=7168, show_default=True)
 @click.option("--topk", default=8, show_default=True)
 @click.option("--rows", default=30, show_default=True, help="Of calls that follow each other, of each group.")
+@click.option("--impl", "names", multiple=True, default=(_OWN,), show_default=True, help="A module with a Buffer.")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
 def main(
     ranks: int,
@@ -145,16 +185,25 @@ def main(
     hidden: int,
     topk: int,
     rows: int,
+    names: tuple[str, ...],
     device: str,
 ) -> None:
     low_latency = low_latency_tokens, hidden, topk, low_latency_experts
     normal = tokens, hidden, topk, experts
     with VirtualCluster(ranks, device=device) as cluster:
-        groups = cluster.run(_measure, low_latency, normal, rows, device, limit_s=600)[0]  # of rank 0
-    for times in groups:
+        measured = cluster.run(_measure, names, low_latency, normal, rows, device, limit_s=600)
+    print("In a row, rank 0")
+    for times in measured[0][0]:
         trivial = median(times[_TRIVIAL])
         for name, values in times.items():
-            print(f"{name:45} {median(values):8.1f} µs {median(values) / trivial:6.1f} of the trivial call beside it")
+            print(f"{name:52} {median(values):8.1f} µs {median(values) / trivial:6.1f} of the trivial call beside it")
+    print("After a barrier: until it returned, until done, of the slower rank in each run")
+    for name in measured[0][1]:
+        host, done = (
+            [max(of_ranks) for of_ranks in zip(*(times[name][i] for _, times in measured), strict=True)]
+            for i in range(2)
+        )
+        print(f"{name:52} {median(host):8.1f} µs {median(done):8.1f} µs")
 
 
 if __name__ == "__main__":

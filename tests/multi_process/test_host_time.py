@@ -2,37 +2,56 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 from click.testing import CliRunner
 
 from benchmarks.host_time import main
 
 TINY = ["--device", "cpu", "--rows", "1", "--low-latency-tokens", "4", "--low-latency-experts", "8", "--tokens", "8"]
+COMPAT = Path(__file__).parents[2] / "compat" / "deep_ep"  # packages that import this library by its peers' names
 TRIVIAL = "tensor.add_(1)"
-CALLS = [
-    "low-latency dispatch",
-    "low-latency combine",
-    TRIVIAL,
-    "low-latency dispatch with a hook, send",
-    "low-latency dispatch with a hook, receive",
-    "low-latency combine with a hook, send",
-    "low-latency combine with a hook, receive",
-    TRIVIAL,
-    "low-latency dispatch, enable_shrink",
-    "low-latency combine, enable_shrink",
-    TRIVIAL,
-    "dispatch with a bound",
-    "combine",
-    TRIVIAL,
-    "low-latency dispatch and combine, until done",
-    TRIVIAL,
+LOW_LATENCY = ["low-latency dispatch{}", "low-latency combine{}"]
+HOOKS = [
+    f"low-latency {call} with a hook, {half}{{}}" for call in ("dispatch", "combine") for half in ("send", "receive")
 ]
+NORMAL = ["dispatch with a bound{}", "combine{}"]
+DONE = ["layout{}", "layout and dispatch{}", "combine{}", "low-latency dispatch and combine{}"]
+SHRINKING = ["low-latency dispatch, enable_shrink{}", "low-latency combine, enable_shrink{}"]
+
+
+def _lines(*options: str) -> list[str]:
+    sizes = ["--experts", "8", "--hidden", "256", "--topk", "2"]
+    result = CliRunner().invoke(main, [*TINY, *sizes, *options])
+    assert result.exit_code == 0, result.output
+    return result.output.splitlines()
+
+
+def _check(lines: list[str], ends: tuple[str, ...], own_end: str) -> None:
+    """Each group has all calls of all implementations; the figures are times."""
+
+    def named(calls: list[str], of: tuple[str, ...] = ends) -> list[str]:
+        return [TRIVIAL, *(call.format(end) for end in of for call in calls)]
+
+    groups = [named(calls) for calls in (LOW_LATENCY, HOOKS, NORMAL)]
+    in_a_row = [call for group in [*groups, named(SHRINKING, (own_end,))] for call in group]
+    begin = lines.index("After a barrier: until it returned, until done, of the slower rank in each run")
+    assert [line[:52].rstrip() for line in lines[1:begin]] == in_a_row
+    assert [line[:52].rstrip() for line in lines[begin + 1 :]] == named(DONE)
+    assert all(float(line[52:].split()[0]) > 0 for line in lines[1:begin])
+    trivial = [line for line in lines[1:begin] if line.startswith(TRIVIAL)]
+    assert all(line.endswith(" 1.0 of the trivial call beside it") for line in trivial)
+    for line in lines[begin + 1 :]:
+        host, _, done, _ = line[52:].split()
+        assert 0 < float(host) <= float(done)
 
 
 def test_every_call_is_timed_beside_a_trivial_one() -> None:
-    result = CliRunner().invoke(main, [*TINY, "--experts", "8", "--hidden", "256", "--topk", "2"])
-    assert result.exit_code == 0, result.output
-    lines = result.output.splitlines()
-    assert [line[:45].rstrip() for line in lines] == CALLS
-    assert all(float(line[45:].split()[0]) > 0 for line in lines)
-    trivial = [line for line in lines if line.startswith(TRIVIAL)]
-    assert all(line.endswith(" 1.0 of the trivial call beside it") for line in trivial)
+    _check(_lines(), ("",), "")
+
+
+def test_implementations_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of DeepEP's interface stands beside this library; here it is the library by its other name."""
+    monkeypatch.syspath_prepend(str(COMPAT))
+    _check(_lines("--impl", "hybrid_ep", "--impl", "deep_ep"), (", hybrid_ep", ", deep_ep"), ", hybrid_ep")
