@@ -24,7 +24,7 @@ OUTSIDE = (
     "CONTRIBUTING.md",
     "SECURITY.md",
     "ansible/*.md",
-    "benchmarks/results/*",
+    "benchmarks/results/**/*.*",
     "tests/emulation/*.md",
 )
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
