@@ -22,14 +22,14 @@ from hybrid_ep.buffers.collective import collective
 from hybrid_ep.buffers.load_balance import LoadBalanceCalls
 from hybrid_ep.buffers.local_memory import LocalMemory
 from hybrid_ep.buffers.low_latency import LowLatencyCalls
-from hybrid_ep.buffers.normal_arguments import NormalArguments, Parts, Tokens, as_given, check_sizes, parts_of
+from hybrid_ep.buffers.normal_arguments import NormalArguments, Parts, Tokens, as_given, parts_of
 from hybrid_ep.core import kernels
 from hybrid_ep.core.calls import plain_tensors
-from hybrid_ep.core.checks import MAX_BYTES, Passed, packed, require, require_bool, require_int, traits
+from hybrid_ep.core.checks import MAX_BYTES, Passed, require, require_bool, require_int, traits
 from hybrid_ep.core.config import Config
 from hybrid_ep.core.event import EventHandle, EventOverlap
 from hybrid_ep.core.layout import LayoutByKernel, compute_layout
-from hybrid_ep.engine.calls import CachedDispatchRequest, CombineRequest, DispatchedFields, DispatchHandle
+from hybrid_ep.engine.calls import CombineRequest, DispatchedFields, DispatchHandle
 
 __all__ = ["Buffer", "topk_idx_t"]
 
@@ -250,7 +250,8 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
         repeat = self._layouts.get(given)
         if repeat is not None:
             per_rank, per_domain, per_expert, in_rank = repeat(topk_idx)
-            return per_rank, per_domain if self.grid.num_domains > 1 else None, per_expert, in_rank, EventOverlap()
+            has_domains = self.grid.num_ranks_per_domain < self.group_size
+            return per_rank, per_domain if has_domains else None, per_expert, in_rank, EventOverlap()
         self._num_local_experts(num_experts)
         self._check_topk(topk_idx, None, num_experts, device=None)
         sizes = num_experts, self.group_size, self.grid.num_ranks_per_domain
@@ -414,21 +415,21 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
         sent = parts_of(x)
         num_sms = _num_sms(config)
         if handle is not None:
-            check_sizes(expert_alignment, num_worst_tokens)
-            require(
-                topk_idx is None and topk_weights is None, "topk_idx or topk_weights", "given", "None with a handle"
-            )
+            if topk_idx is not None or topk_weights is not None:
+                require(False, "topk_idx or topk_weights", "given", "None with a handle")
             self._check_handle(handle)
             if num_worst_tokens not in (0, handle.num_recv):
                 require(False, "num_worst_tokens", num_worst_tokens, f"0 or {handle.num_recv}, as with this handle")
             if is_token_in_rank is not None or num_tokens_per_rank is not None or num_tokens_per_expert is not None:
                 self._check_layout_along(handle, is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert)
+            sizes = expert_alignment, num_worst_tokens
+            if previous_event is None and async_finish is False:
+                received = engine.dispatch_cached(self._along(handle, sent, sizes, num_sms), handle)
+                return as_given(received, sent), None, None, None, None, EventOverlap()
             with self._comm_stream.scope(previous_event, async_finish):
-                rows = self._rows(sent)
-                if rows.data.shape[0] != handle.num_tokens:
-                    require(False, "rows of x", rows.data.shape[0], f"{handle.num_tokens}, as with this handle")
-                received = engine.dispatch_cached(CachedDispatchRequest(rows, num_sms), handle)
-            event = self._comm_stream.finish(previous_event, async_finish, (*rows, *received))
+                request = self._along(handle, sent, sizes, num_sms)
+                received = engine.dispatch_cached(request, handle)
+            event = self._comm_stream.finish(previous_event, async_finish, (*request.rows, *received))
             return as_given(received, sent), None, None, None, None, event
 
         layout = is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert
@@ -542,10 +543,11 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
         biases = () if bias is None else as_biases(bias)
         self._check_received(x, topk_weights, biases, handle)
         num_sms = _num_sms(config)
+        if previous_event is None and async_finish is False:
+            combined = engine.combine(_combine_request(x, topk_weights, biases, num_sms), handle)
+            return combined.data, combined.weights, EventOverlap()
         with self._comm_stream.scope(previous_event, async_finish):
-            terms = tuple([term.contiguous() for term in biases]) if biases else ()
-            request = CombineRequest(x.contiguous(), packed(topk_weights), terms, num_sms)
-            combined = engine.combine(request, handle)
+            combined = engine.combine(_combine_request(x, topk_weights, biases, num_sms), handle)
         tensors = (x, topk_weights, *biases, combined.data, combined.weights)
         return combined.data, combined.weights, self._comm_stream.finish(previous_event, async_finish, tensors)
 
@@ -566,6 +568,13 @@ def _shape(
             aligned = [-(-count // alignment) * alignment for count in aligned]
     tokens = rows[0] if rows[1] is None else as_given(rows, sent)
     return tokens, topk_idx if has_topk else None, topk_weights, aligned, handle, event
+
+
+def _combine_request(
+    x: Tensor, topk_weights: Tensor | None, biases: tuple[Tensor, ...], num_sms: int | None
+) -> CombineRequest:
+    weights = None if topk_weights is None else topk_weights.contiguous()
+    return CombineRequest(x.contiguous(), weights, tuple([term.contiguous() for term in biases]), num_sms)
 
 
 def _num_sms(config: Config | None) -> int | None:

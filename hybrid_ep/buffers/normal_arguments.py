@@ -18,7 +18,7 @@ from hybrid_ep.buffers.base import (
 )
 from hybrid_ep.core.checks import Passed, packed, require, require_int, require_tensor, traits
 from hybrid_ep.core.layout import compute_layout
-from hybrid_ep.engine.calls import Dispatched, DispatchHandle, DispatchRequest, Routing, Rows
+from hybrid_ep.engine.calls import CachedDispatchRequest, Dispatched, DispatchHandle, DispatchRequest, Routing, Rows
 from hybrid_ep.errors import ConfigError
 
 __all__ = ["NormalArguments", "Parts", "Tokens", "as_given", "check_sizes", "parts_of"]
@@ -35,15 +35,21 @@ class NormalArguments(BaseBuffer):
 
     _passed: Passed
 
-    def _rows(self, sent: Parts) -> Rows:
-        """Checks rows; skipped if rows with the same traits have passed before."""
-        given = "rows", traits(*sent)
+    def _along(
+        self, handle: DispatchHandle, sent: Parts, sizes: tuple[int, int], num_sms: int | None
+    ) -> CachedDispatchRequest:
+        """Checks rows, expert alignment and bound; skipped if such arguments have passed before."""
+        given = "along a handle", traits(*sent, *sizes)
         if given in self._passed:
-            return rows_of(sent)
-        rows = checked(sent, self.engine.device)
-        if rows.data.is_cuda:
-            self._passed.add(given)  # no value has been looked at
-        return rows
+            rows = rows_of(sent) if sent[1] is not None else Rows(sent[0].contiguous())
+        else:
+            check_sizes(*sizes)
+            rows = checked(sent, self.engine.device)
+            if rows.data.is_cuda:
+                self._passed.add(given)  # no value has been looked at
+        if rows.data.shape[0] != handle.num_tokens:
+            require(False, "rows of x", rows.data.shape[0], f"{handle.num_tokens}, as with this handle")
+        return CachedDispatchRequest(rows, num_sms)
 
     def _dispatch(
         self,

@@ -25,12 +25,13 @@ class PackedLayout(NamedTuple):
     """Shapes and strides of packed rows and of their scales; C = M×R rows of an expert.
 
     Attributes:
-        rows, row_type: ``[LE, C, H]``, of NVFP4 ``[LE, C, H/2]``.
+        rows, row_strides, row_type: ``[LE, C, H]``, row-major; of NVFP4 ``[LE, C, H/2]``.
         scales, scale_strides, scale_type: ``[LE, C, W]``, column-major. Of NVFP4 ``[LE, ceil(C/128), W, 32, 4, 4]``:
             row r of a tile of 128 rows and four blocks is at ``[r % 32, r // 32]``. None of bf16.
     """
 
     rows: tuple[int, int, int]
+    row_strides: tuple[int, int, int]
     row_type: torch.dtype
     scales: tuple[int, ...] | None = None
     scale_strides: tuple[int, ...] = ()
@@ -38,19 +39,22 @@ class PackedLayout(NamedTuple):
 
     @classmethod
     def of(cls, num_local: int, capacity: int, hidden: int, fmt: RowFormat | None) -> PackedLayout:
+        width = hidden // 2 if isinstance(fmt, Nvfp4Format) else hidden  # of a row, in elements
+        rows, strides = (num_local, capacity, width), (capacity * width, width, 1)
         if fmt is None:
-            return cls((num_local, capacity, hidden), torch.bfloat16)
+            return cls(rows, strides, torch.bfloat16)
         if isinstance(fmt, Nvfp4Format):
             tiles, words = -(-capacity // _ROWS_PER_TILE), hidden // CHANNELS_PER_BLOCK // SCALES_PER_WORD
             scales = num_local, tiles, words, _LANES_PER_TILE, _ROWS_PER_TILE // _LANES_PER_TILE, SCALES_PER_WORD
-            strides = tuple(torch.empty(scales, device="meta").stride())
+            scale_strides = tuple(torch.empty(scales, device="meta").stride())
             scale_type = torch.int8 if fmt.ue8m0 else torch.float8_e4m3fn
-            return cls((num_local, capacity, hidden // 2), torch.uint8, scales, strides, scale_type)
+            return cls(rows, strides, torch.uint8, scales, scale_strides, scale_type)
         words = hidden // CHANNELS_PER_SCALE
         if fmt.ue8m0:
             words = -(-words // SCALES_PER_WORD)
         return cls(
-            (num_local, capacity, hidden),
+            rows,
+            strides,
             torch.float8_e4m3fn,
             (num_local, capacity, words),
             (words * capacity, 1, capacity),
@@ -64,11 +68,6 @@ class PackedLayout(NamedTuple):
         if self.scales is None:
             return Rows(rows)
         return Rows(rows, torch.empty_strided(self.scales, self.scale_strides, dtype=self.scale_type, device=device))
-
-    @property
-    def row_strides(self) -> tuple[int, int, int]:
-        _, capacity, width = self.rows
-        return capacity * width, width, 1
 
     def store_scales(self, scales: Tensor, expert: Tensor, row: Tensor, values: Tensor) -> None:
         """Writes scales, `values` ``[n, W]`` of 4 bytes, of rows ``[n]`` of experts ``[n]``."""

@@ -170,9 +170,11 @@ class CudaLowLatency(LowLatencyMasks):
         region, native, num_tokens = self._regions[-1].native, state.plan.native, state.num_tokens
         buffers, results = self._combines, state.results
         idx = buffers.next("low_latency_combine")
-        weights, target = aligned(topk_weights), aligned(out)
-        if signals is None:
-            data = aligned(data)
+        weights, target = topk_weights, out
+        if (data.data_ptr() | weights.data_ptr() | target.data_ptr()) % _cuda.row_align_bytes:
+            weights, target = aligned(weights), aligned(target)
+            if signals is None:
+                data = aligned(data)
         stream = self._begin()
         state.chunk.note_use(stream)
         summed = topk_idx, weights, target, num_tokens, use_logfmt
