@@ -246,7 +246,8 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
             [[2], [1, 2, 0, 0], [[True], [True]]]
         """
         _ = self.engine
-        given = traits(topk_idx, num_experts, previous_event, async_finish)
+        is_plain = previous_event is None and async_finish is False
+        given = traits(topk_idx, num_experts) if is_plain else None
         repeat = self._layouts.get(given)
         if repeat is not None:
             per_rank, per_domain, per_expert, in_rank = repeat(topk_idx)
@@ -258,7 +259,7 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
         with self._comm_stream.scope(previous_event, async_finish):
             layout = compute_layout(topk_idx.contiguous(), *sizes)
         event = self._comm_stream.finish(previous_event, async_finish, (topk_idx, *layout))
-        if previous_event is None and not async_finish and kernels.run_on(topk_idx) and topk_idx.is_contiguous():
+        if is_plain and kernels.run_on(topk_idx) and topk_idx.is_contiguous():
             self._layouts.add(given, LayoutByKernel(topk_idx, *sizes))
         per_domain = layout.num_tokens_per_domain if self.grid.num_domains > 1 else None
         return layout.num_tokens_per_rank, per_domain, layout.num_tokens_per_expert, layout.is_token_in_rank, event
@@ -437,7 +438,7 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
         given = traits(*sent, topk_idx, topk_weights, *layout, *sizes), num_sms
         repeat = self._passed.get(given)
         if repeat is not None and previous_event is None and async_finish is False:
-            # Of frames of Python, each of which takes the host time, this path has the fewest.
+            # The usual call. It enters as few functions of Python as it can, because each takes the host time.
             return _shape(repeat(*sent[:2], topk_idx, topk_weights), sent, True, expert_alignment, EventOverlap())
         with self._comm_stream.scope(previous_event, async_finish):
             # Here, because it may copy scales, and make indices.

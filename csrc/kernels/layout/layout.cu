@@ -30,19 +30,19 @@ __global__ void __launch_bounds__(kThreads) clear_totals_kernel(const __grid_con
   for (int i = threadIdx.x; i < num_totals(params); i += kThreads) params.totals[i] = 0;
 }
 
-template <int kThreads, bool kIsAlone>
-__global__ void __launch_bounds__(kThreads) layout_kernel(const __grid_constant__ LayoutParams params) {
+template <int kNumThreads, bool kIsAlone>
+__global__ void __launch_bounds__(kNumThreads) layout_kernel(const __grid_constant__ LayoutParams params) {
   extern __shared__ int counts[];  // as totals
   const int lane = threadIdx.x % 32;
   const ExpertMap experts{params.num_experts, params.num_ranks};
   int* domain_counts = counts + params.num_ranks;
   int* expert_counts = domain_counts + params.num_ranks / params.num_ranks_per_domain;
   const int num_counts = num_totals(params);
-  for (int i = threadIdx.x; i < num_counts; i += kThreads) counts[i] = 0;
+  for (int i = threadIdx.x; i < num_counts; i += kNumThreads) counts[i] = 0;
   __syncthreads();
   const TokenLanes lanes(params.num_topk);
   const int num_ctas = gridDim.x, cta = blockIdx.x, tokens_per_cta = (params.num_tokens + num_ctas - 1) / num_ctas;
-  const int end = min(params.num_tokens, (cta + 1) * tokens_per_cta), step = kThreads / 32 * lanes.num_tokens;
+  const int end = min(params.num_tokens, (cta + 1) * tokens_per_cta), step = kNumThreads / 32 * lanes.num_tokens;
   for (int first = cta * tokens_per_cta + threadIdx.x / 32 * lanes.num_tokens; first < end; first += step) {
     const int token = first + lanes.token;
     const bool is_there = lanes.mates != 0 && token < end;
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads) layout_kernel(const __grid_constant_
   }
   __syncthreads();
   if constexpr (!kIsAlone) ptx::wait_for_previous_kernel();
-  for (int i = threadIdx.x; i < num_counts; i += kThreads) {
+  for (int i = threadIdx.x; i < num_counts; i += kNumThreads) {
     if constexpr (kIsAlone) {
       params.totals[i] = counts[i];
     } else if (counts[i] != 0) {
