@@ -28,7 +28,7 @@ from hybrid_ep.core.calls import plain_tensors
 from hybrid_ep.core.checks import MAX_BYTES, Passed, require, require_bool, require_int, traits
 from hybrid_ep.core.config import Config
 from hybrid_ep.core.event import EventHandle, EventOverlap
-from hybrid_ep.core.layout import LayoutByKernel, compute_layout
+from hybrid_ep.core.layout import compute_layout, layout_by_kernel
 from hybrid_ep.engine.calls import CombineRequest, DispatchedFields, DispatchHandle
 
 __all__ = ["Buffer", "topk_idx_t"]
@@ -260,7 +260,7 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
             layout = compute_layout(topk_idx.contiguous(), *sizes)
         event = self._comm_stream.finish(previous_event, async_finish, (topk_idx, *layout))
         if is_plain and kernels.run_on(topk_idx) and topk_idx.is_contiguous():
-            self._layouts.add(given, LayoutByKernel(topk_idx, *sizes))
+            self._layouts.add(given, layout_by_kernel(topk_idx, *sizes))
         per_domain = layout.num_tokens_per_domain if self.grid.num_domains > 1 else None
         return layout.num_tokens_per_rank, per_domain, layout.num_tokens_per_expert, layout.is_token_in_rank, event
 

@@ -5,6 +5,7 @@ Nothing here talks to another rank. Tensors may be on any device; only the funct
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,6 @@ from hybrid_ep.core.streams import current_raw_stream
 
 __all__ = [
     "Layout",
-    "LayoutByKernel",
     "Permutation",
     "columns_of_experts",
     "compute_layout",
@@ -25,6 +25,7 @@ __all__ = [
     "experts_of_columns",
     "first_occurrence",
     "indices_to_map",
+    "layout_by_kernel",
     "map_to_indices",
     "permutation_by_expert",
     "probs_in_columns",
@@ -81,7 +82,7 @@ def compute_layout(topk_idx: Tensor, num_experts: int, num_ranks: int, num_ranks
         )
         require(bad < 0, "topk_idx", int(topk_idx.flatten()[bad]) if bad >= 0 else "", f"−1 … {num_experts - 1}")
     elif kernels.run_on(topk_idx):
-        return Layout(*LayoutByKernel(topk_idx, num_experts, num_ranks, num_ranks_per_domain)(topk_idx))
+        return Layout(*layout_by_kernel(topk_idx, num_experts, num_ranks, num_ranks_per_domain)(topk_idx))
     else:
         per_rank, per_expert, in_rank = compute_layout_on_device(topk_idx, num_experts, num_ranks)
     in_domain = in_rank.view(num_tokens, num_ranks // num_ranks_per_domain, num_ranks_per_domain).any(-1)
@@ -92,28 +93,47 @@ class LayoutByKernel:
     """Layouts of top-k indices of one shape, on a GPU with kernels.
 
     Args:
-        like: top-k indices of this shape, on this GPU.
+        shape: of the indices.
+        device: where they are.
+        index: of the GPU.
         num_experts, num_ranks, num_ranks_per_domain: as `compute_layout` takes them.
     """
 
-    def __init__(self, like: Tensor, num_experts: int, num_ranks: int, num_ranks_per_domain: int) -> None:
-        num_tokens, num_topk = like.shape
+    def __init__(
+        self,
+        shape: torch.Size,
+        device: torch.device,
+        index: int,
+        num_experts: int,
+        num_ranks: int,
+        num_ranks_per_domain: int,
+    ) -> None:
+        num_tokens, num_topk = shape
         num_totals = num_ranks + num_ranks // num_ranks_per_domain + num_experts
-        self._index = kernels.place_of(like)["device"]
+        self._index = index
         self._count = kernels.native.LayoutCounts(
             num_tokens=num_tokens,
             num_topk=num_topk,
             num_experts=num_experts,
             num_ranks=num_ranks,
             num_ranks_per_domain=num_ranks_per_domain,
-            make_totals=kernels.native.NewTensor((num_totals,), (1,), torch.int32, like.device),
-            make_in_rank=kernels.native.NewTensor((num_tokens, num_ranks), (num_ranks, 1), torch.bool, like.device),
-            device=self._index,
+            make_totals=kernels.native.NewTensor((num_totals,), (1,), torch.int32, device),
+            make_in_rank=kernels.native.NewTensor((num_tokens, num_ranks), (num_ranks, 1), torch.bool, device),
+            device=index,
         ).__call__
 
     def __call__(self, topk_idx: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The tensors of a `Layout`, in its order."""
         return self._count(topk_idx, current_raw_stream(self._index))
+
+
+_shared_layout = functools.lru_cache(256)(LayoutByKernel)  # by shape: making one takes longer than a layout
+
+
+def layout_by_kernel(topk_idx: Tensor, num_experts: int, num_ranks: int, num_ranks_per_domain: int) -> LayoutByKernel:
+    """The layouts of top-k indices like these; arguments as of `compute_layout`."""
+    index = kernels.place_of(topk_idx)["device"]
+    return _shared_layout(topk_idx.shape, topk_idx.device, index, num_experts, num_ranks, num_ranks_per_domain)
 
 
 def compute_layout_on_device(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from hybrid_ep import Buffer
+from hybrid_ep.core import layout
 from hybrid_ep.core.layout import (
-    LayoutByKernel,
     columns_of_experts,
     compute_layout,
     experts_of_columns,
+    layout_by_kernel,
     weights_to_probs,
 )
 from hybrid_ep.errors import ConfigError
@@ -44,7 +45,8 @@ def check_layout(count: int) -> None:
 
         make = functools.partial(_cuda.NewTensor, by_python=seed % 4 == 3)
         with mock.patch.object(_cuda, "NewTensor", make), local_kernels(), _filled_memory():
-            count_tokens = LayoutByKernel(topk_idx, num_experts, num_ranks, per_domain)
+            layout._shared_layout.cache_clear()
+            count_tokens = layout_by_kernel(topk_idx, num_experts, num_ranks, per_domain)
             per_rank, per_domain_counts, per_expert, in_rank = count_tokens(topk_idx)
         equal(per_rank, want.num_tokens_per_rank, f"seed {seed}: tokens per rank")
         equal(per_domain_counts, want.num_tokens_per_domain, f"seed {seed}: tokens per domain")

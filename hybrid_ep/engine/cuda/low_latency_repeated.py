@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -139,14 +139,10 @@ class RepeatedCombine:
     def in_steps(
         self,
         combine: Callable[[LowLatencyCombineRequest, LowLatencyHandle], Callable[[], None] | None],
-        data: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        out: Tensor | None,
-        wait_stats: Tensor | None,
-        handle: LowLatencyHandle,
+        *arguments: Any,
     ) -> tuple[Tensor, Callable[[], None] | None]:
-        """Makes the call by `combine`, that of an engine."""
+        """Makes the call by `combine`, that of an engine. `arguments` are those of `__call__`."""
+        data, topk_idx, topk_weights, out, wait_stats, handle = arguments
         if out is None:
             out = self._make_out()
         tensors = data, topk_idx, topk_weights, out
