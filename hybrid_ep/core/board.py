@@ -5,7 +5,8 @@ as well, so no access waits for longer than its deadline.
 
 A rendezvous ends with one outcome, which the store keeps: the ranks that had come when one of them first saw that all
 had come, or that the time was up. All ranks read the same outcome. A rank that comes later reads that it is not part of
-it. So ranks never go on in two groups that each regard the other as lost.
+it. So ranks never go on in two groups that each regard the other as lost. A rank leaves once the others have read the
+outcome, because the store may end with its process.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ T = TypeVar("T")
 _boards: WeakKeyDictionary[dist.ProcessGroup, Board] = WeakKeyDictionary()
 _FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.05
 _ACCESS_S = 5.0  # a store that does not answer for so long is lost
+_READ_S = 2.0  # that a rank waits until the others have read an outcome; they look for it every 50 ms
 
 
 class StoreLostError(Exception):
@@ -171,7 +173,25 @@ def rendezvous(
         pause = min(2 * pause, _LAST_POLL_S)
     members: list[int] = json.loads(outcome)
     _look(board, members, came)
+    if rank in members:
+        _wait_for_readers(board, len(members))
     return Rendezvous(members, {member: came[member][0] for member in members})
+
+
+def _wait_for_readers(board: Board, num_members: int) -> None:
+    """Waits until all members have read the outcome, but not for long: one of them may have been lost meanwhile.
+
+    The process of a member may hold the store, and end after the outcome.
+    """
+    deadline, pause = time.monotonic() + _READ_S, _FIRST_POLL_S
+    try:
+        num_readers = board.count("readers")
+        while num_readers < num_members and time.monotonic() < deadline:
+            time.sleep(pause)
+            pause = min(2 * pause, _LAST_POLL_S)
+            num_readers = int(board.read("readers") or 0)
+    except StoreLostError:
+        pass  # the process that held it has seen that all have read
 
 
 def rendezvous_all(
