@@ -604,36 +604,51 @@ class RepeatedLowLatencyCalls:
     def close(self) -> None: ...
     @property
     def is_open(self) -> bool: ...
-    def combine(
-        self,
-        plan: LowLatencyPlan,
-        rows: _Address,
-        results: _Address,
-        topk_idx: _Address,
-        topk_weights: _Address,
-        out: Tensor | None,
-        make_out: NewTensor,
-        num_tokens: int,
-        use_logfmt: bool,
-        min_tokens_to_sum: int,
-        wait_stats: _Address,
-        stream: int,
-    ) -> tuple[Tensor, bool] | None: ...
+
+class LowLatencyReceiveHook:
+    def __call__(self) -> None: ...
 
 class RepeatedLowLatencyDispatch:
     def __init__(
         self,
         calls: RepeatedLowLatencyCalls,
+        engine: object,
+        has_hook: bool,
         plan: LowLatencyPlan,
         num_tokens: int,
         num_ints: int,
         make_rows: NewTensor,
         make_scales: NewTensor | None,
         take: Callable[..., tuple[object, int]],
+        make_state: Callable[[Any, int, int, bool], object],
     ) -> None: ...
     def __call__(
         self, rows: _Address, topk_idx: _Address, global_scale: _Address, wait_stats: _Address
-    ) -> tuple[Tensor, Tensor | None, Tensor, Any, int, int, bool] | None: ...
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Any, Callable[[], None] | None] | None: ...
+
+class RepeatedLowLatencyCombine:
+    def __init__(
+        self,
+        calls: RepeatedLowLatencyCalls,
+        engine: object,
+        has_hook: bool,
+        make_out: NewTensor,
+        use_logfmt: bool,
+        min_tokens_to_sum: int,
+    ) -> None: ...
+    def __call__(
+        self,
+        plan: LowLatencyPlan,
+        rows: _Address,
+        results: _Address,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        out: Tensor | None,
+        num_tokens: int,
+        wait_stats: Tensor | None,
+        stream: int,
+        state: object,
+    ) -> tuple[Tensor, Callable[[], None] | None] | None: ...
 
 class LowLatencyBetweenRegion(LowLatencyRegion):
     def __init__(

@@ -473,16 +473,14 @@ class LowLatencyCalls(LowLatencyArguments):
 
     def _receive(self, engine: Engine, finish: Hook) -> None:
         """Receives. If lost ranks are only masked, completes the call without them."""
-        if not engine.only_masks_lost:
-            self._finish(finish)
-            return
         told: set[int] = set()
         while True:
             try:
-                self._finish(finish)
+                finish()
                 return
             except TransportError as error:
-                if error.peer is None:
+                self._leave_out(error.peer)
+                if error.peer is None or not engine.only_masks_lost:
                     raise
                 _LOG.warning("rank %d is masked: %s", error.peer, error)
                 if error.peer in told:
@@ -494,13 +492,17 @@ class LowLatencyCalls(LowLatencyArguments):
                     return
 
     def _finish(self, finish: Hook) -> None:
-        """Receives, or waits in the barrier; a rank that is lost is left out from now on, if the buffer may shrink."""
+        """Runs what may find that a rank is lost."""
         try:
             finish()
         except TransportError as error:
-            if self.enable_shrink and error.peer is not None:
-                self.engine.leave_out(error.peer)
+            self._leave_out(error.peer)
             raise
+
+    def _leave_out(self, peer: int | None) -> None:
+        """Leaves a lost rank out from now on, if the buffer may shrink. None: no rank is known to be lost."""
+        if self.enable_shrink and peer is not None:
+            self.engine.leave_out(peer)
 
     def _low_latency_engine(self) -> Engine:
         """The engine, of a buffer in low-latency mode."""

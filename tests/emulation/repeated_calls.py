@@ -21,7 +21,9 @@ __all__ = [
     "check_allocations_let_others_call",
     "check_events",
     "check_faults",
+    "check_hooks_at_once",
     "check_hooks_between",
+    "check_hooks_of_faults",
     "check_refused_launch",
     "check_two_buffers",
 ]
@@ -58,6 +60,13 @@ class _Calls:
     def check_step(self) -> None:
         received, _, handle, _, _ = self.dispatch()
         self.check(received, handle, self.combine(handle)[0])
+
+    def check_hooked_step(self) -> None:
+        received, _, handle, _, receive = self.dispatch(return_recv_hook=True)
+        receive()
+        combined, _, receive = self.combine(handle, return_recv_hook=True)
+        receive()
+        self.check(received, handle, combined, hooked=True)
 
     @property
     def kernels(self) -> Any:
@@ -117,6 +126,50 @@ def check_hooks_between() -> None:
             calls.check(received, handle, calls.combine(handle)[0])
 
 
+def check_hooks_at_once() -> None:
+    """A hook receives at once. It receives in steps where the path was closed since the send, or opened anew."""
+    case = _case("hooks")
+    with unread_values(), make_buffer(case, low_latency_mode=True) as buffer:
+        calls = _Calls(case, buffer)
+        for _ in range(2):
+            calls.check_hooked_step()
+        in_steps = mock.Mock(wraps=calls.kernels.receive_in_steps)
+        calls.kernels.receive_in_steps = in_steps
+        for _ in range(3):
+            calls.check_hooked_step()
+        in_steps.assert_not_called()
+        for reopens in (False, True):
+            received, _, handle, _, receive = calls.dispatch(return_recv_hook=True)
+            calls.kernels._repeated.close()
+            if reopens:
+                other = calls.dispatch()
+                assert calls.is_open
+            receive()
+            calls.check(received, handle, calls.combine(handle)[0])
+            assert in_steps.call_count == 1 + reopens
+        calls.check(other[0], other[2], calls.combine(other[2])[0])
+        for _ in range(2):
+            calls.check_hooked_step()
+        assert in_steps.call_count == 2
+
+
+def check_hooks_of_faults() -> None:
+    """A kernel of a call with a hook reports an expert that does not exist. The hook raises it, and the rank goes on."""
+    case = _case("faults")
+    with unread_values(), make_buffer(case, low_latency_mode=True) as buffer:
+        calls = _Calls(case, buffer)
+        wrong = calls.inputs.topk_idx.clone()
+        wrong[0, 0] = case.num_experts
+        for _ in range(3):
+            calls.check_hooked_step()
+            calls.check_hooked_step()
+            assert calls.is_open
+            receive = calls.dispatch(wrong, return_recv_hook=True)[-1]
+            with pytest.raises(ConfigError, match=f"of rank {calls.rank} has {case.num_experts}; allowed"):
+                receive()
+            assert not calls.is_open
+
+
 def check_faults() -> None:
     """A kernel of a repeated call reports an expert that does not exist. The call raises it, and the rank goes on."""
     case = _case("faults")
@@ -144,6 +197,10 @@ def check_events() -> None:
         for step in range(1, 4):
             calls.check_step()
             assert num_recorded == 2 * step
+        calls.check_hooked_step()
+        num_recorded.zero_()
+        calls.check_hooked_step()
+        assert num_recorded == 4
 
 
 def check_allocations_let_others_call() -> None:

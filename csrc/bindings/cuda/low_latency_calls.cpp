@@ -1,6 +1,7 @@
 // Low-latency calls that repeat an earlier one. Each is one call of C++, which takes a buffer and memory for the
 // results, launches, and makes the tensors. Python opens this path when a call needs nothing else.
 #include <array>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -73,16 +74,16 @@ class RepeatedCalls {
     if (!is_open()) return std::nullopt;
     BuffersInUse& buffers = kind == LowLatencyKind::kDispatch ? opened_->dispatches : opened_->combines;
     if (buffers.are_in_flight() || !opened_->region.covers(plan)) return std::nullopt;
-    const auto free_stream = order_.attr("free_stream").cast<std::optional<uintptr_t>>();
-    const auto stream = current_stream_(device()).cast<uintptr_t>();
-    if (free_stream != stream || opened_->region.is_capturing(stream_of(stream))) return std::nullopt;
-    return Launch{opened_, buffers, stream};
+    const std::optional<uintptr_t> stream = free_stream();
+    if (!stream) return std::nullopt;
+    return Launch{opened_, buffers, *stream};
   }
-  // Must be called after the launch. Returns whether a kernel has reported a fault.
-  bool end(const Launch& launch) const {
-    launch.buffers.note_done();
+  // Whether the receive of a launch may follow on the stream of its send.
+  bool may_receive(const Launch& sent) const { return sent.opened == opened_ && free_stream() == sent.stream; }
+  // Must be called after each launch. Returns whether a kernel has reported a fault.
+  bool end(uintptr_t stream) const {
     if (const auto event = order_.attr("free_event").cast<std::optional<uintptr_t>>()) {
-      check_cuda(cudaEventRecord(reinterpret_cast<cudaEvent_t>(*event), stream_of(launch.stream)), "cudaEventRecord");
+      check_cuda(cudaEventRecord(reinterpret_cast<cudaEvent_t>(*event), stream_of(stream)), "cudaEventRecord");
     }
     return communicator_.has_fault();
   }
@@ -90,30 +91,92 @@ class RepeatedCalls {
   int device() const { return communicator_.device(); }
 
  private:
+  // The current stream; nullopt: a launch on it needs more than this path does. It is open.
+  std::optional<uintptr_t> free_stream() const {
+    const auto free_stream = order_.attr("free_stream").cast<std::optional<uintptr_t>>();
+    const auto stream = current_stream_(device()).cast<uintptr_t>();
+    if (free_stream != stream || opened_->region.is_capturing(stream_of(stream))) return std::nullopt;
+    return stream;
+  }
+
   const Communicator& communicator_;
   py::object order_, current_stream_;
   std::shared_ptr<const Opened> opened_;
 };
 
-// Dispatches of one shape without a hook.
+// The calls of one shape. `engine` is the CudaLowLatency whose calls they are.
+struct RepeatedShape {
+  const RepeatedCalls& calls;
+  py::object engine;
+  bool has_hook;
+  bool holds_overflow;  // as CudaLowLatency.end_call takes it
+
+  // Ends a call after its last launch. Returns what raises its error; None: there is none.
+  py::object end(uintptr_t stream) const {
+    if (!calls.end(stream)) return py::none();
+    return engine.attr("end_call")(py::arg("holds_overflow") = holds_overflow);
+  }
+};
+
+// Receives what a call with a hook has sent.
+class ReceiveHook {
+ public:
+  using Receive = std::function<void(cudaStream_t)>;
+
+  // `sent` has been launched, into the buffer `idx`. `state` is the LowLatencyState of the dispatch. `kept` are the
+  // tensors that `receive` uses.
+  ReceiveHook(const RepeatedShape& shape, const Launch& sent, int idx, Receive receive, py::object state,
+              py::tuple kept)
+      : shape_(shape),
+        sent_(sent),
+        idx_(idx),
+        receive_(std::move(receive)),
+        state_(std::move(state)),
+        kept_(std::move(kept)) {}
+
+  void call() const {
+    if (!shape_.calls.may_receive(sent_)) {
+      const py::cpp_function receive([this](uintptr_t stream) { receive_(stream_of(stream)); });
+      shape_.engine.attr("receive_in_steps")(receive, py::cast(&sent_.buffers), idx_, state_, shape_.holds_overflow);
+      return;
+    }
+    receive_(stream_of(sent_.stream));
+    sent_.buffers.note_received(idx_);
+    state_.attr("is_received") = true;
+    const py::object raise_fault = shape_.end(sent_.stream);
+    if (!raise_fault.is_none()) raise_fault();
+  }
+
+ private:
+  RepeatedShape shape_;
+  Launch sent_;
+  int idx_;
+  Receive receive_;
+  py::object state_;
+  py::tuple kept_;
+};
+
 class RepeatedDispatch {
  public:
   // A dispatch fills `num_ints` beside its rows. Rows without scales have no `make_scales`. `take` is RouteMemory.take.
-  RepeatedDispatch(const RepeatedCalls& calls, const LowLatencyPlan& plan, int num_tokens, int64_t num_ints,
-                   const NewTensor& make_rows, const std::optional<NewTensor>& make_scales, py::object take)
-      : calls_(calls),
+  // `make_state` makes a LowLatencyState of a chunk, an address of results, a stream, and whether rows are received.
+  RepeatedDispatch(const RepeatedCalls& calls, py::object engine, bool has_hook, const LowLatencyPlan& plan,
+                   int num_tokens, int64_t num_ints, const NewTensor& make_rows,
+                   const std::optional<NewTensor>& make_scales, py::object take, py::object make_state)
+      : shape_{calls, std::move(engine), has_hook, /*holds_overflow=*/true},
         plan_(plan),
         num_tokens_(num_tokens),
         results_bytes_((num_ints * static_cast<int64_t>(sizeof(int32_t)) + kResultsAlignBytes - 1) /
                        kResultsAlignBytes * kResultsAlignBytes),
         make_rows_(make_rows),
         make_scales_(make_scales),
-        take_(std::move(take)) {}
+        take_(std::move(take)),
+        make_state_(std::move(make_state)) {}
 
-  // Returns rows, scales, counts, the chunk and the address of the results, the stream, and whether a kernel has
-  // reported a fault. None: the call has not been made.
-  py::object call(Address rows, Address topk_idx, Address global_scale, Address wait_stats) {
-    const std::optional<Launch> launch = calls_.begin(plan_, LowLatencyKind::kDispatch);
+  // Returns rows, scales, counts, the memory of the results, the state, and `finish` as the engine does. None: the call
+  // has not been made.
+  py::object call(Address rows, Address topk_idx, Address global_scale, const py::object& wait_stats) {
+    const std::optional<Launch> launch = shape_.calls.begin(plan_, LowLatencyKind::kDispatch);
     if (!launch || rows % kRowAlignBytes != 0) return py::none();
     const uintptr_t stream = launch->stream;
     if (num_left_ == 0 || stream != stream_) take_results(stream);
@@ -124,13 +187,29 @@ class RepeatedDispatch {
     uintptr_t received_at = 0, scales_at = 0;
     const py::object received = make_rows_.make(&received_at);
     const py::object scales = make_scales_ ? make_scales_->make(&scales_at) : py::none();
-    launch->opened->region.dispatch_tokens(
-        plan_, launch->buffers.next_idx(),
-        tokens_out(rows, topk_idx, num_tokens_, global_scale, launch->opened->counter),
-        tokens_in(received_at, scales_at, wait_stats), pointer<int32_t>(results), stream_of(stream));
-    const bool has_fault = calls_.end(*launch);
-    const py::object counts = make_counts(plan_, memory, results, calls_.device());
-    return py::make_tuple(received, scales, counts, chunk, results, stream, has_fault);
+    const py::object state = make_state_(chunk, results, stream, !shape_.has_hook);
+    LowLatencyRegion& region = launch->opened->region;
+    const int idx = launch->buffers.next_idx();
+    const TokensOut out = tokens_out(rows, topk_idx, num_tokens_, global_scale, launch->opened->counter);
+    const TokensIn in = tokens_in(received_at, scales_at, address_of(wait_stats));
+    auto* const tables = pointer<int32_t>(results);
+    py::object finish;
+    if (shape_.has_hook) {
+      region.send_tokens(plan_, idx, out, tables, stream_of(stream));
+      const auto receive = [&region, plan = plan_, idx, in, tables](cudaStream_t on) {
+        region.receive_tokens(plan, idx, in, tables, on);
+      };
+      launch->buffers.note_sent();
+      shape_.calls.end(stream);  // a fault is left to the receive
+      const py::tuple kept = py::make_tuple(received, scales, wait_stats);
+      finish = py::cast(ReceiveHook(shape_, *launch, idx, receive, state, kept));
+    } else {
+      region.dispatch_tokens(plan_, idx, out, in, tables, stream_of(stream));
+      launch->buffers.note_done();
+      finish = shape_.end(stream);
+    }
+    const py::object counts = make_counts(plan_, memory, results, shape_.calls.device());
+    return py::make_tuple(received, scales, counts, memory, state, finish);
   }
 
  private:
@@ -144,36 +223,69 @@ class RepeatedDispatch {
     stream_ = stream;
   }
 
-  const RepeatedCalls& calls_;
+  RepeatedShape shape_;
   LowLatencyPlan plan_;
   int num_tokens_;
   int64_t results_bytes_;
   NewTensor make_rows_;
   std::optional<NewTensor> make_scales_;
-  py::object take_;
+  py::object take_, make_state_;
   // What the next dispatches on `stream_` fill.
   py::object chunk_, memory_;
   uintptr_t results_ = 0, stream_ = 0;
   int num_left_ = 0;
 };
 
-// Makes a combine without a hook, if the current stream is `stream`. Returns the result, and whether a kernel has
-// reported a fault; None: the call has not been made. `results` are those of the dispatch. `out` is the tensor to write
-// to; None: a new one.
-py::object combine(const RepeatedCalls& calls, const LowLatencyPlan& plan, Address rows, Address results,
-                   Address topk_idx, Address topk_weights, py::object out, const NewTensor& make_out, int num_tokens,
-                   bool use_logfmt, int min_tokens_to_sum, Address wait_stats, uintptr_t stream) {
-  const std::optional<Launch> launch = calls.begin(plan, LowLatencyKind::kCombine);
-  uintptr_t out_at = address_of(out);
-  const bool is_aligned = (rows | topk_weights | out_at) % kRowAlignBytes == 0;
-  if (!launch || launch->stream != stream || !is_aligned) return py::none();
-  if (out.is_none()) out = make_out.make(&out_at);
-  launch->opened->region.combine_rows(plan, launch->buffers.next_idx(),
-                                      rows_home(rows, results, topk_weights, num_tokens, use_logfmt), min_tokens_to_sum,
-                                      rows_to_sum(results, topk_idx, topk_weights, out_at, num_tokens, use_logfmt),
-                                      pointer<int64_t>(wait_stats), stream_of(stream));
-  return py::make_tuple(out, calls.end(*launch));
-}
+class RepeatedCombine {
+ public:
+  RepeatedCombine(const RepeatedCalls& calls, py::object engine, bool has_hook, const NewTensor& make_out,
+                  bool use_logfmt, int min_tokens_to_sum)
+      : shape_{calls, std::move(engine), has_hook, /*holds_overflow=*/false},
+        make_out_(make_out),
+        use_logfmt_(use_logfmt),
+        min_tokens_to_sum_(min_tokens_to_sum) {}
+
+  // Makes a combine if the current stream is `stream`, that of the dispatch. Returns the result, and `finish` as the
+  // engine does. None: the call has not been made. `results` and `state` are those of the dispatch. `out` is the tensor
+  // to write to; None: a new one.
+  py::object call(const LowLatencyPlan& plan, Address rows, Address results, const py::object& topk_idx,
+                  const py::object& topk_weights, py::object out, int num_tokens, const py::object& wait_stats,
+                  uintptr_t stream, const py::object& state) const {
+    const std::optional<Launch> launch = shape_.calls.begin(plan, LowLatencyKind::kCombine);
+    const uintptr_t weights_at = address_of(topk_weights);
+    uintptr_t out_at = address_of(out);
+    const bool is_aligned = (rows | weights_at | out_at) % kRowAlignBytes == 0;
+    if (!launch || launch->stream != stream || !is_aligned) return py::none();
+    if (out.is_none()) out = make_out_.make(&out_at);
+    LowLatencyRegion& region = launch->opened->region;
+    const int idx = launch->buffers.next_idx();
+    const RowsHome home = rows_home(rows, results, weights_at, num_tokens, use_logfmt_);
+    const RowsToSum to_sum = rows_to_sum(results, address_of(topk_idx), weights_at, out_at, num_tokens, use_logfmt_);
+    auto* const waits = pointer<int64_t>(address_of(wait_stats));
+    py::object finish;
+    if (shape_.has_hook) {
+      region.return_rows(plan, idx, home, min_tokens_to_sum_, waits, stream_of(stream));
+      const auto receive = [&region, plan, idx, to_sum, waits](cudaStream_t on) {
+        region.sum_rows(plan, idx, to_sum, waits, on);
+      };
+      launch->buffers.note_sent();
+      shape_.calls.end(stream);  // as above
+      const py::tuple kept = py::make_tuple(topk_idx, topk_weights, out, wait_stats);
+      finish = py::cast(ReceiveHook(shape_, *launch, idx, receive, state, kept));
+    } else {
+      region.combine_rows(plan, idx, home, min_tokens_to_sum_, to_sum, waits, stream_of(stream));
+      launch->buffers.note_done();
+      finish = shape_.end(stream);
+    }
+    return py::make_tuple(out, finish);
+  }
+
+ private:
+  RepeatedShape shape_;
+  NewTensor make_out_;
+  bool use_logfmt_;
+  int min_tokens_to_sum_;
+};
 
 }  // namespace
 
@@ -192,17 +304,23 @@ void add_low_latency_calls(py::module_& module) {
       .def("open", &RepeatedCalls::open, py::arg("region"), py::arg("dispatches"), py::arg("combines"),
            py::arg("counter"))
       .def("close", &RepeatedCalls::close)
-      .def_property_readonly("is_open", &RepeatedCalls::is_open)
-      .def("combine", &combine, py::arg("plan"), py::arg("rows"), py::arg("results"), py::arg("topk_idx"),
-           py::arg("topk_weights"), py::arg("out"), py::arg("make_out"), py::arg("num_tokens"), py::arg("use_logfmt"),
-           py::arg("min_tokens_to_sum"), py::arg("wait_stats"), py::arg("stream"));
+      .def_property_readonly("is_open", &RepeatedCalls::is_open);
+  py::class_<ReceiveHook>(module, "LowLatencyReceiveHook").def("__call__", &ReceiveHook::call);
   py::class_<RepeatedDispatch>(module, "RepeatedLowLatencyDispatch")
-      .def(py::init<const RepeatedCalls&, const LowLatencyPlan&, int, int64_t, const NewTensor&,
-                    const std::optional<NewTensor>&, py::object>(),
-           py::arg("calls"), py::arg("plan"), py::arg("num_tokens"), py::arg("num_ints"), py::arg("make_rows"),
-           py::arg("make_scales"), py::arg("take"), py::keep_alive<1, 2>())
+      .def(py::init<const RepeatedCalls&, py::object, bool, const LowLatencyPlan&, int, int64_t, const NewTensor&,
+                    const std::optional<NewTensor>&, py::object, py::object>(),
+           py::arg("calls"), py::arg("engine"), py::arg("has_hook"), py::arg("plan"), py::arg("num_tokens"),
+           py::arg("num_ints"), py::arg("make_rows"), py::arg("make_scales"), py::arg("take"), py::arg("make_state"),
+           py::keep_alive<1, 2>())
       .def("__call__", &RepeatedDispatch::call, py::arg("rows"), py::arg("topk_idx"), py::arg("global_scale"),
            py::arg("wait_stats"));
+  py::class_<RepeatedCombine>(module, "RepeatedLowLatencyCombine")
+      .def(py::init<const RepeatedCalls&, py::object, bool, const NewTensor&, bool, int>(), py::arg("calls"),
+           py::arg("engine"), py::arg("has_hook"), py::arg("make_out"), py::arg("use_logfmt"),
+           py::arg("min_tokens_to_sum"), py::keep_alive<1, 2>())
+      .def("__call__", &RepeatedCombine::call, py::arg("plan"), py::arg("rows"), py::arg("results"),
+           py::arg("topk_idx"), py::arg("topk_weights"), py::arg("out"), py::arg("num_tokens"), py::arg("wait_stats"),
+           py::arg("stream"), py::arg("state"));
 }
 
 }  // namespace hybrid_ep::bindings

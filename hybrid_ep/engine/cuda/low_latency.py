@@ -100,13 +100,13 @@ class CudaLowLatency(LowLatencyMasks):
     def repeat_of(self, request: LowLatencyDispatchRequest) -> RepeatedLowLatencyDispatch:
         """As `Engine.repeat_of_low_latency`."""
         plan = self._plan_for(request)
-        if self.takes_masks or request.return_recv_hook:  # No tensors are kept: this may outlive them.
+        if self.takes_masks:  # No tensors are kept: this may outlive them.
             return functools.partial(self.dispatch_in_steps, plan, request.return_recv_hook)
         return RepeatedDispatch(self, request, plan)
 
     def repeat_of_combine(self, request: LowLatencyCombineRequest) -> RepeatedCombine:
         """As `Engine.repeat_of_low_latency_combine`."""
-        return RepeatedCombine(self, request, is_at_once=not (self.takes_masks or request.return_recv_hook))
+        return RepeatedCombine(self, request, is_at_once=not self.takes_masks)
 
     def dispatch_in_steps(
         self,
@@ -135,27 +135,37 @@ class CudaLowLatency(LowLatencyMasks):
             region.dispatch_tokens(*sent, *rows, wait_stats, results, stream)
             buffers.note_done()
             state.is_received = True
-            return LowLatencyDispatched(rows, counts, handle, self._end(holds_overflow=True))
+            return LowLatencyDispatched(rows, counts, handle, self.end_call(holds_overflow=True))
         region.send_tokens(*sent, results, stream)
         buffers.note_sent()
         receive = functools.partial(region.receive_tokens, native, idx, *rows, wait_stats, results)
-        return LowLatencyDispatched(rows, counts, handle, self._hook_of_dispatch(receive, idx, state))
+        finish = functools.partial(self.receive_in_steps, receive, buffers, idx, state, True)
+        return LowLatencyDispatched(rows, counts, handle, finish)
 
-    def _hook_of_dispatch(self, receive: Callable[[int], None], idx: int, state: LowLatencyState) -> Callable[[], None]:
-        """`receive` holds the tensors that its launch on a stream uses."""
-        buffers = self._dispatches
+    def receive_in_steps(
+        self,
+        receive: Callable[[int], None],
+        buffers: Buffers,
+        idx: int,
+        state: LowLatencyState,
+        holds_overflow: bool,
+    ) -> None:
+        """Receives what a call has sent, on the current stream.
 
-        def finish() -> None:
-            stream = self._begin()
-            state.chunk.note_use(stream)
-            receive(stream)
-            buffers.note_received(idx)
-            state.is_received = True
-            raise_fault = self._end(holds_overflow=True)
-            if raise_fault is not None:
-                raise_fault()
-
-        return finish
+        Args:
+            receive: launches on a stream; holds the tensors that the launch uses.
+            buffers, idx: the buffer that was sent into.
+            state: of the dispatch.
+            holds_overflow: as in `end_call`.
+        """
+        stream = self._begin()
+        state.chunk.note_use(stream)
+        receive(stream)
+        buffers.note_received(idx)
+        state.is_received = True
+        raise_fault = self.end_call(holds_overflow=holds_overflow)
+        if raise_fault is not None:
+            raise_fault()
 
     def combine(self, request: LowLatencyCombineRequest, handle: LowLatencyHandle) -> Callable[[], None] | None:
         if self.takes_masks:
@@ -183,7 +193,7 @@ class CudaLowLatency(LowLatencyMasks):
             buffers.note_done()
             if target is not out:
                 out.copy_(target)
-            return self._end()
+            return self.end_call()
 
         rows = native, idx, data, results, weights, num_tokens, use_logfmt
         if signals is None:
@@ -191,36 +201,20 @@ class CudaLowLatency(LowLatencyMasks):
         else:
             region.return_signalled_rows(*rows, *signals, stream)
         buffers.note_sent()
-        receive = functools.partial(region.sum_rows, native, idx, results, *summed, wait_stats)
-        return self._hook_of_combine(receive, idx, state, out, target, None if return_recv_hook else stream)
 
-    def _hook_of_combine(
-        self,
-        receive: Callable[[int], None],
-        idx: int,
-        state: LowLatencyState,
-        out: Tensor,
-        target: Tensor,
-        stream: int | None,
-    ) -> Callable[[], None]:
-        """As above. `stream` is that of the send, if the sum follows at once; None: that of the hook's call."""
-        buffers = self._combines
-
-        def finish() -> None:
-            at = self._begin() if stream is None else stream
-            state.chunk.note_use(at)
-            receive(at)
-            buffers.note_received(idx)
+        def receive(at: int) -> None:
+            region.sum_rows(native, idx, results, *summed, wait_stats, at)
             if target is not out:
                 out.copy_(target)
-            raise_fault = self._end()
-            if raise_fault is not None:
-                raise_fault()
 
-        return finish
+        return functools.partial(self.receive_in_steps, receive, buffers, idx, state, False)
 
-    def _end(self, *, holds_overflow: bool = False) -> Callable[[], None] | None:
-        """Ends a call after its last launch; returns what raises an error, None: there is none."""
+    def end_call(self, *, holds_overflow: bool = False) -> Callable[[], None] | None:
+        """Ends a call after its last launch. Returns what raises its error; None: there is none.
+
+        Args:
+            holds_overflow: an overflow at this rank is not raised now, but by the combine.
+        """
         self._order.end()
         if self._fault is None:
             self._fault = self._communicator.take_fault()

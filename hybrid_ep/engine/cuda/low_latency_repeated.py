@@ -1,12 +1,13 @@
 """Low-latency calls that repeat an earlier one, each as one call of C++ (csrc/bindings/cuda/low_latency_calls.cpp).
 
 `CudaLowLatency` opens this path when a call has ended without a fault. A look for faults, and a change of the calls'
-memory, closes it. While it is closed, `CudaLowLatency` makes the call in steps. So it does where a call has a hook,
-waits for another stream, or is captured.
+memory, closes it. While it is closed, `CudaLowLatency` makes the call in steps. So it does where a call waits for
+another stream, or is captured.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -56,7 +57,7 @@ class LowLatencyState:
 
 
 class RepeatedDispatch:
-    """Dispatches of one shape without a hook; see `Engine.repeat_of_low_latency`.
+    """Dispatches of one shape; see `Engine.repeat_of_low_latency`.
 
     Args:
         calls: of the buffer.
@@ -65,13 +66,23 @@ class RepeatedDispatch:
     """
 
     def __init__(self, calls: CudaLowLatency, request: LowLatencyDispatchRequest, plan: LowLatencyPlan) -> None:
-        self._calls, self._plan, self._num_tokens = calls, plan, request.topk_idx.shape[0]
+        self._calls, self._plan, self._has_hook = calls, plan, request.return_recv_hook
         packed, device, scales = plan.packed, calls._device, None
         rows = _cuda.NewTensor(packed.rows, packed.row_strides, packed.row_type, device)
         if packed.scales is not None:
             scales = _cuda.NewTensor(packed.scales, packed.scale_strides, packed.scale_type, device)
+        num_tokens = request.topk_idx.shape[0]
         self._dispatch = _cuda.RepeatedLowLatencyDispatch(
-            calls._repeated, plan.native, self._num_tokens, plan.num_ints, rows, scales, calls._results.take
+            calls._repeated,
+            calls,
+            self._has_hook,
+            plan.native,
+            num_tokens,
+            plan.num_ints,
+            rows,
+            scales,
+            calls._results.take,
+            functools.partial(LowLatencyState, plan, num_tokens),
         ).__call__
 
     def __call__(
@@ -80,12 +91,9 @@ class RepeatedDispatch:
         calls, plan = self._calls, self._plan
         made = self._dispatch(data, topk_idx, global_scale, wait_stats)
         if made is None:
-            return calls.dispatch_in_steps(plan, False, data, topk_idx, global_scale, wait_stats)
-        rows, scales, counts, chunk, results, stream, has_fault = made
-        state = LowLatencyState(plan, self._num_tokens, chunk, results, stream, True)
-        handle = LowLatencyHandle(state.tables, *plan.sizes, calls._grid, chunk.memory, state)
-        finish = calls._end(holds_overflow=True) if has_fault else None
-        return (rows, scales), counts, handle, finish
+            return calls.dispatch_in_steps(plan, self._has_hook, data, topk_idx, global_scale, wait_stats)
+        rows, scales, counts, memory, state, finish = made
+        return (rows, scales), counts, LowLatencyHandle(state.tables, *plan.sizes, calls._grid, memory, state), finish
 
 
 class RepeatedCombine:
@@ -102,7 +110,9 @@ class RepeatedCombine:
         self._use_logfmt, self._has_hook = request.use_logfmt, request.return_recv_hook
         out = request.out
         self._make_out = _cuda.NewTensor(out.shape, (out.shape[1], 1), out.dtype, out.device)
-        self._min_tokens_to_sum = request.min_tokens_to_sum
+        self._combine = _cuda.RepeatedLowLatencyCombine(
+            calls._repeated, calls, self._has_hook, self._make_out, self._use_logfmt, request.min_tokens_to_sum
+        ).__call__
 
     def __call__(
         self,
@@ -113,28 +123,25 @@ class RepeatedCombine:
         wait_stats: Tensor | None,
         handle: LowLatencyHandle,
     ) -> tuple[Tensor, Callable[[], None] | None]:
-        calls, state, made = self._calls, handle.state, None
+        state, made = handle.state, None
         if self._is_at_once and isinstance(state, LowLatencyState) and state.is_received:
             plan, num_tokens = state.plan, state.num_tokens
             if self._shape == (num_tokens, plan.num_topk):
-                made = calls._repeated.combine(
+                made = self._combine(
                     plan.native,
                     data,
                     state.results,
                     topk_idx,
                     topk_weights,
                     out,
-                    self._make_out,
                     num_tokens,
-                    self._use_logfmt,
-                    self._min_tokens_to_sum,
                     wait_stats,
                     state.stream,
+                    state,
                 )
         if made is None:
-            return self.in_steps(calls.combine, data, topk_idx, topk_weights, out, wait_stats, handle)
-        out, has_fault = made
-        return out, calls._end() if has_fault else None
+            return self.in_steps(self._calls.combine, data, topk_idx, topk_weights, out, wait_stats, handle)
+        return made
 
     def in_steps(
         self,
