@@ -17,6 +17,9 @@ def compute_layout(
     num_tokens_per_expert: int,
     is_token_in_rank: int,
 ) -> int: ...
+def row_traits_or(of_any: Callable[..., object]) -> Callable[..., object]:
+    """Makes `hybrid_ep.core.checks.row_traits`, as `traits_or`."""
+
 def traits_or(of_any: Callable[..., object]) -> Callable[..., object]:
     """Makes `hybrid_ep.core.checks.traits`: it calls `of_any` where one is no plain tensor, or torch is too old."""
 

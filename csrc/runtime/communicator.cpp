@@ -205,7 +205,7 @@ void Communicator::fill(CommonCombineParams& params, const CombinePlan& plan, co
   params.out = tensors.out;
   params.out_weights = tensors.out_weights;
   params.num_tokens = plan.num_tokens;
-  params.num_rows = plan.num_rows;
+  params.num_rows = tensors.num_rows;
   params.row_bytes = static_cast<int>(plan.widths.rows);
   params.num_weights = plan.num_weights;
   write_call(params.call, plan, domain_.arena_number, handle);
@@ -313,11 +313,11 @@ void Communicator::combine(const CombinePlan& plan, const CombineTensors& tensor
   params.rank_prefix = tensors.route + route.rank_prefix;
   params.num_sms = combine_sms(plan.num_sms, num_device_sms_);
   int num_expert_sms = 0;
-  if (plan.num_expert_rows) {
+  if (experts.num_rows) {
     num_expert_sms = expert_sms(plan.num_expert_sms, params.num_sms, plan.num_topk, domain_.num_ranks, num_device_sms_);
-    const KeptRows kept = kept_rows(experts.kept, plan.num_rows, plan.num_topk);
+    const KeptRows kept = kept_rows(experts.kept, tensors.num_rows, plan.num_topk);
     params.experts = {experts.rows,    experts.probs,  kept.dst_row,  tensors.rows,
-                      tensors.weights, kept.row_epoch, plan.num_topk, *plan.num_expert_rows};
+                      tensors.weights, kept.row_epoch, plan.num_topk, *experts.num_rows};
   }
   launch_combine(params, num_expert_sms, stream);
 }

@@ -128,11 +128,10 @@ struct DuplicateTensors {
 // says what they are.
 struct CombinePlan {
   RowWidths widths;
-  int num_tokens, num_rows, num_topk, num_experts, num_weights;
-  int num_sms;                         // 0: the default
-  std::optional<int> num_expert_rows;  // of experts; they are first summed to the rows
-  int num_expert_sms;                  // 0: the default
-  std::optional<int> refusal;          // number of the refusal of this rank; then no rank sends
+  int num_tokens, num_topk, num_experts, num_weights;
+  int num_sms;                 // 0: the default
+  int num_expert_sms;          // 0: the default
+  std::optional<int> refusal;  // number of the refusal of this rank; then no rank sends
 };
 
 // Writes the words that ranks must agree on. `arena`: its number. `handle`: that of the handle's dispatch.
@@ -141,6 +140,7 @@ void write_call(uint32_t (&call)[kNumReadyWords], const CombinePlan& plan, int a
 // The addresses of one combine; nullptr for what the call does not have.
 struct CombineTensors {
   uint8_t* rows;  // from experts: written, as are the weights
+  int num_rows;
   float* weights;
   const uint8_t* bias[2];
   uint8_t* out;
@@ -151,6 +151,7 @@ struct CombineTensors {
 // Further addresses of a combine from experts.
 struct ExpertTensors {
   const uint8_t* rows;
+  std::optional<int> num_rows;  // none: the combine is not from experts
   const float* probs;
   int32_t* kept;  // KeptRows
 };

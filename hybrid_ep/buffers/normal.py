@@ -575,7 +575,8 @@ def _combine_request(
     x: Tensor, topk_weights: Tensor | None, biases: tuple[Tensor, ...], num_sms: int | None
 ) -> CombineRequest:
     weights = None if topk_weights is None else topk_weights.contiguous()
-    return CombineRequest(x.contiguous(), weights, tuple([term.contiguous() for term in biases]), num_sms)
+    terms = tuple([term.contiguous() for term in biases]) if biases else ()
+    return CombineRequest(x.contiguous(), weights, terms, num_sms)
 
 
 def _num_sms(config: Config | None) -> int | None:

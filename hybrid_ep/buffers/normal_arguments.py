@@ -16,7 +16,7 @@ from hybrid_ep.buffers.base import (
     check_rows,
     check_weights,
 )
-from hybrid_ep.core.checks import Passed, packed, require, require_int, require_tensor, traits
+from hybrid_ep.core.checks import Passed, packed, require, require_int, require_tensor, row_traits, traits
 from hybrid_ep.core.layout import compute_layout
 from hybrid_ep.engine.calls import CachedDispatchRequest, Dispatched, DispatchHandle, DispatchRequest, Routing, Rows
 from hybrid_ep.errors import ConfigError
@@ -106,7 +106,8 @@ class NormalArguments(BaseBuffer):
     ) -> None:
         """Checks the arguments of a combine; skipped if arguments with the same traits have passed before."""
         num_rows, num_tokens, num_topk = handle.num_recv, handle.num_tokens, handle.num_topk
-        given = "received", traits(x, topk_weights, *biases), num_rows, num_tokens, num_topk
+        of_biases = traits(*biases) if biases else None
+        given = "received", row_traits(num_rows, x, topk_weights), of_biases, num_tokens, num_topk
         if given in self._passed:
             return
         check_rows("x", x, None, device=self.engine.device)

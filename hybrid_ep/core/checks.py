@@ -177,6 +177,9 @@ def _traits_of_any(*arguments: object) -> object:
 
 # What checks read of tensors, but for their values, and of bools and ints: equal traits give the same outcome.
 traits: Callable[..., object] = _C.traits_or(_traits_of_any)
+# The same, of a number of rows and tensors. Equal traits also give the same outcome where the first size of a tensor is
+# the number of rows, in both calls.
+row_traits: Callable[..., object] = _C.row_traits_or(_traits_of_any)
 
 
 class Passed(dict[object, Any]):

@@ -47,9 +47,9 @@ _WORK = {
     "dispatch with a bound": _Work(0, [], 18),
     "dispatch": _Work(0, [], 18),
     "cached dispatch": _Work(0, [], 28),
-    "combine": _Work(1, [], 24),
+    "combine": _Work(0, [], 23),
     "hybrid dispatch with a bound": _Work(1, ["aten.clone.default"], 41),
-    "hybrid combine": _Work(4, [], 34),
+    "hybrid combine": _Work(2, [], 34),
 }
 
 

@@ -154,7 +154,7 @@ def check_hooks_at_once() -> None:
 
 
 def check_hooks_of_faults() -> None:
-    """A kernel of a call with a hook reports an expert that does not exist. The hook raises it, and the rank goes on."""
+    """The kernel of a send reports an expert that does not exist. The hook raises it, and the rank goes on."""
     case = _case("faults")
     with unread_values(), make_buffer(case, low_latency_mode=True) as buffer:
         calls = _Calls(case, buffer)

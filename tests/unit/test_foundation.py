@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import hybrid_ep
 from hybrid_ep import _C, Config, ConfigError, EventOverlap, TopologyError, env, errors
 from hybrid_ep.core import checks
-from hybrid_ep.core.checks import Passed, traits
+from hybrid_ep.core.checks import Passed, row_traits, traits
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.engine.select import choose_engine
 from hybrid_ep.engine.torch.records import RecordFormat
@@ -111,6 +111,27 @@ def test_traits_differ_where_a_check_could(traits: Callable[..., object]) -> Non
     # These have no gaps, whatever their strides.
     assert traits(tensor[:1]) == traits(torch.zeros(6, 1).t())
     assert traits(tensor[:0]) == traits(torch.zeros(6, 0).t())
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 4])
+def test_traits_of_rows_are_those_of_another_number_of_rows(num_rows: int) -> None:
+    x, weights = torch.zeros(num_rows, 6), torch.zeros(num_rows, 2)
+    more = torch.zeros(num_rows + 1, 6), torch.zeros(num_rows + 1, 2)
+    seen = row_traits(num_rows, x, weights)
+    assert seen == row_traits(num_rows + 1, *more)
+    others = [
+        row_traits(num_rows, *more),
+        row_traits(num_rows, x, more[1]),
+        row_traits(num_rows, x.double(), weights),
+        row_traits(num_rows, x[:, :5].contiguous(), weights),
+        row_traits(num_rows, x, None),
+        row_traits(num_rows, x.flatten(), weights),
+        row_traits(num_rows, x[None], weights),
+        traits(x, weights),
+    ]
+    assert len({seen, *others}) == 1 + len(others)
+    with pytest.raises(TypeError):
+        row_traits(None, x)
 
 
 def test_traits_of_plain_tensors_are_read_by_cpp() -> None:

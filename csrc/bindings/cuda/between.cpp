@@ -72,11 +72,12 @@ void add_between(py::module_& module) {
           py::kw_only(), py::arg("num_chunks"), py::arg("chunk_bytes"), py::arg("num_sms"), py::arg("stream"))
       .def(
           "combine",
-          [](BetweenCommunicator& self, const CombinePlan& plan, uintptr_t rows, uintptr_t weights,
+          [](BetweenCommunicator& self, const CombinePlan& plan, uintptr_t rows, int num_rows, uintptr_t weights,
              const std::vector<uintptr_t>& bias, uintptr_t out, uintptr_t out_weights, uintptr_t own_sums,
              uintptr_t own_weights, uintptr_t route, int held_capacity, int handle, uintptr_t stream) {
             CombineTensors tensors{};
             tensors.rows = pointer<uint8_t>(rows);
+            tensors.num_rows = num_rows;
             tensors.weights = pointer<float>(weights);
             for (size_t i = 0; i < bias.size() && i < 2; ++i) tensors.bias[i] = pointer<uint8_t>(bias[i]);
             tensors.out = pointer<uint8_t>(out);
@@ -85,8 +86,8 @@ void add_between(py::module_& module) {
             self.combine(plan, tensors, {pointer<uint8_t>(own_sums), pointer<float>(own_weights)}, held_capacity,
                          handle, stream_of(stream));
           },
-          py::kw_only(), py::arg("plan"), py::arg("rows"), py::arg("weights"), py::arg("bias"), py::arg("out"),
-          py::arg("out_weights"), py::arg("own_sums"), py::arg("own_weights"), py::arg("route"),
+          py::kw_only(), py::arg("plan"), py::arg("rows"), py::arg("num_rows"), py::arg("weights"), py::arg("bias"),
+          py::arg("out"), py::arg("out_weights"), py::arg("own_sums"), py::arg("own_weights"), py::arg("route"),
           py::arg("held_capacity"), py::arg("handle"), py::arg("stream"));
 }
 

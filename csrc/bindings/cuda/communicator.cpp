@@ -65,12 +65,10 @@ CombinePlan combine_plan_of(const py::object& shape) {
   const Fields fields{shape};
   CombinePlan plan{};
   plan.num_tokens = fields.integer("num_tokens");
-  plan.num_rows = fields.integer("num_rows");
   plan.num_topk = fields.integer("num_topk");
   plan.num_experts = fields.integer("num_experts");
   plan.num_weights = fields.integer("num_weights");
   plan.num_sms = fields.optional("num_sms").value_or(0);
-  plan.num_expert_rows = fields.optional("num_expert_rows");
   plan.num_expert_sms = fields.optional("num_expert_sms").value_or(0);
   plan.refusal = fields.optional("refusal");
   plan.widths.rows = fields.integer("row_bytes");
@@ -200,22 +198,24 @@ void add_communicator(py::module_& module) {
           py::arg("num_rows"), py::arg("num_recv"), py::arg("num_sms"), py::arg("stream"))
       .def(
           "combine",
-          [](Communicator& self, const CombinePlan& plan, Address rows, Address weights, Address bias_0, Address bias_1,
-             Address out, Address out_weights, Address route, Address expert_rows, Address probs, Address kept,
-             int handle, uintptr_t stream) {
-            self.combine(plan,
-                         {pointer<uint8_t>(rows),
-                          pointer<float>(weights),
-                          {pointer<uint8_t>(bias_0), pointer<uint8_t>(bias_1)},
-                          pointer<uint8_t>(out),
-                          pointer<float>(out_weights),
-                          pointer<int32_t>(route)},
-                         {pointer<uint8_t>(expert_rows), pointer<float>(probs), pointer<int32_t>(kept)}, handle,
-                         stream_of(stream));
+          [](Communicator& self, const CombinePlan& plan, Address rows, int num_rows, Address weights, Address bias_0,
+             Address bias_1, Address out, Address out_weights, Address route, Address expert_rows,
+             std::optional<int> num_expert_rows, Address probs, Address kept, int handle, uintptr_t stream) {
+            self.combine(
+                plan,
+                {pointer<uint8_t>(rows),
+                 num_rows,
+                 pointer<float>(weights),
+                 {pointer<uint8_t>(bias_0), pointer<uint8_t>(bias_1)},
+                 pointer<uint8_t>(out),
+                 pointer<float>(out_weights),
+                 pointer<int32_t>(route)},
+                {pointer<uint8_t>(expert_rows), num_expert_rows, pointer<float>(probs), pointer<int32_t>(kept)}, handle,
+                stream_of(stream));
           },
-          py::arg("plan"), py::arg("rows"), py::arg("weights"), py::arg("bias_0"), py::arg("bias_1"), py::arg("out"),
-          py::arg("out_weights"), py::arg("route"), py::arg("expert_rows"), py::arg("probs"), py::arg("kept"),
-          py::arg("handle"), py::arg("stream"))
+          py::arg("plan"), py::arg("rows"), py::arg("num_rows"), py::arg("weights"), py::arg("bias_0"),
+          py::arg("bias_1"), py::arg("out"), py::arg("out_weights"), py::arg("route"), py::arg("expert_rows"),
+          py::arg("num_expert_rows"), py::arg("probs"), py::arg("kept"), py::arg("handle"), py::arg("stream"))
       .def_property_readonly("default_copy_sms", &Communicator::default_copy_sms)
       .def(
           "add_peer_memory",

@@ -372,7 +372,7 @@ class CudaBetween(LowLatencyChoice):
             None,
         )
         dispatch = plan_dispatch_between(self.grid.rank, self.grid.num_ranks, shape).native
-        combine = plan_combine(CombineShape(num_tokens, num_tokens, hidden, bf16, num_topk, num_experts, 0))
+        combine = plan_combine(CombineShape(num_tokens, hidden, bf16, num_topk, num_experts, 0))
         return _cuda.between_chunk(dispatch), _cuda.between_chunk(combine)
 
     @one_at_a_time

@@ -44,6 +44,7 @@ def combine(engine: CudaBetween, request: CombineRequest, handle: DispatchHandle
     engine._between.combine(
         plan=plan,
         rows=data.data_ptr(),
+        num_rows=data.shape[0],
         weights=address(weights),
         bias=[term.data_ptr() for term in terms],
         out=out.data_ptr(),
@@ -67,6 +68,7 @@ def combine_without_rows(
     engine._between.combine(
         plan=plan,
         rows=0,
+        num_rows=0,
         weights=0,
         bias=[],
         out=0,

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from hybrid_ep import _cuda
 from hybrid_ep.engine.calls import Combined, CombineRequest, DispatchHandle, PermuteHandle, state_of
-from hybrid_ep.engine.cuda.plan import CombineShape, combine_shape_of, combine_shape_of_experts, plan_combine
+from hybrid_ep.engine.cuda.plan import (
+    MAX_PLANS,
+    CombineShape,
+    combine_shape_of,
+    combine_shape_of_experts,
+    plan_combine,
+)
 from hybrid_ep.engine.cuda.route import PermuteState, Route, aligned
 
 if TYPE_CHECKING:
@@ -22,9 +30,7 @@ def combine(engine: CudaEngine, request: CombineRequest, handle: DispatchHandle)
     route = state_of(handle, Route)
     stream = engine._begin()
     data, weights, bias, _, _ = request
-    return _combine(
-        engine, combine_shape_of(request, handle), aligned(data), weights, bias, handle.num_tokens, route, stream
-    )
+    return _combine(engine, combine_shape_of(request, handle), aligned(data), weights, bias, route, stream)
 
 
 def combine_permuted(engine: CudaEngine, request: CombineRequest, handle: PermuteHandle) -> Combined:
@@ -39,8 +45,8 @@ def combine_permuted(engine: CudaEngine, request: CombineRequest, handle: Permut
     if probs is not None:
         weights = torch.empty(num_recv, num_topk, dtype=torch.float32, device=data.device)
     shape = combine_shape_of_experts(request, dispatch)
-    experts = data, probs, state.address
-    return _combine(engine, shape, sums, weights, request.bias, dispatch.num_tokens, route, stream, experts)
+    experts = data, data.shape[0], probs, state.address
+    return _combine(engine, shape, sums, weights, request.bias, route, stream, experts)
 
 
 def _combine(
@@ -49,10 +55,9 @@ def _combine(
     data: Tensor,
     weights: Tensor | None,
     bias: tuple[Tensor, ...],
-    num_tokens: int,
     route: Route,
     stream: int,
-    experts: tuple[Tensor | None, Tensor | None, int] = (None, None, 0),
+    experts: tuple[Tensor | None, int | None, Tensor | None, int] = (None, None, None, 0),
 ) -> Combined:
     """Launches a combine and returns its results.
 
@@ -60,10 +65,9 @@ def _combine(
         engine: of the call.
         shape: of the call.
         data, weights, bias: as in a request; from experts, data and weights are written first.
-        num_tokens: of the result.
         route: of the handle.
         stream: what `CudaEngine._begin` has returned.
-        experts: from experts, their rows, their probabilities and the address of the PermuteState.
+        experts: from experts, their rows, how many, their probabilities and the address of the PermuteState.
     """
     route.chunk.note_use(stream)
     plan, arena = plan_combine(shape), engine._arena
@@ -71,13 +75,22 @@ def _combine(
     if not arena.holds(num_bytes):
         arena.ensure(num_bytes, lambda: _compare(engine, shape, route.number, stream))
     arena.note_use(stream)
-    out = torch.empty(num_tokens, shape.hidden, dtype=shape.dtype, device=data.device)
-    out_weights = None
-    if weights is not None:
-        out_weights = torch.empty(num_tokens, weights.shape[1], dtype=torch.float32, device=data.device)
+    make_out, make_weights = _results_of(shape, engine.device)
+    out, out_weights = make_out(), None if weights is None else make_weights()
     bias_0, bias_1 = (*map(aligned, bias), None, None)[:2] if bias else (None, None)
     engine._communicator.combine(
-        plan, data, weights, bias_0, bias_1, out, out_weights, route.address, *experts, route.number, stream
+        plan,
+        data,
+        data.shape[0],
+        weights,
+        bias_0,
+        bias_1,
+        out,
+        out_weights,
+        route.address,
+        *experts,
+        route.number,
+        stream,
     )
     engine.num_calls += 1
     if route.num_from_away:
@@ -86,8 +99,16 @@ def _combine(
     return Combined(out, out_weights)
 
 
+@functools.lru_cache(MAX_PLANS)
+def _results_of(shape: CombineShape, device: torch.device) -> tuple[_cuda.NewTensor, _cuda.NewTensor]:
+    """What makes the rows and the weights of a result."""
+    num_tokens, hidden, num_weights = shape.num_tokens, shape.hidden, shape.num_weights
+    make_out = _cuda.NewTensor((num_tokens, hidden), (hidden, 1), shape.dtype, device)
+    return make_out, _cuda.NewTensor((num_tokens, num_weights), (num_weights, 1), torch.float32, device)
+
+
 def _compare(engine: CudaEngine, shape: CombineShape, number: int, stream: int) -> None:
     """Compares the combines of the ranks, before slots grow for them: see compare.py."""
     plan, communicator = plan_combine(shape.compared()), engine._communicator
     no_rows = torch.zeros(engine.grid.num_ranks**2, dtype=torch.int32, device=engine.device)
-    engine._compare(lambda: communicator.combine(plan, 0, 0, 0, 0, 0, 0, no_rows, 0, 0, 0, number, stream))
+    engine._compare(lambda: communicator.combine(plan, 0, 0, 0, 0, 0, 0, 0, no_rows, 0, None, 0, 0, number, stream))

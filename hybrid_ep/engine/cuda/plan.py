@@ -243,24 +243,21 @@ class CombineShape(NamedTuple):
 
     Attributes:
         num_tokens: of the result.
-        num_rows, hidden, dtype: of the rows that are sent.
+        hidden, dtype: of the rows that are sent.
         num_topk, num_experts: of the route.
         num_weights: of a row; 0 = none.
         num_sms: SMs to use; None = the default.
-        num_expert_rows: rows of experts, whose sums are sent; None = the rows to send are given.
-        num_expert_sms: SMs that make these sums; None = the default.
+        num_expert_sms: SMs that sum rows of experts, where the sums are sent; None = the default.
         refusal: as in `DispatchShape`.
     """
 
     num_tokens: int
-    num_rows: int
     hidden: int
     dtype: torch.dtype
     num_topk: int
     num_experts: int
     num_weights: int
     num_sms: int | None = None
-    num_expert_rows: int | None = None
     num_expert_sms: int | None = None
     refusal: int | None = None
 
@@ -269,39 +266,34 @@ class CombineShape(NamedTuple):
         return row_bytes_of(self.hidden, self.dtype)
 
     def compared(self) -> CombineShape:
-        """A combine without rows, which ranks compare as if it had them."""
-        return self._replace(num_tokens=0, num_rows=0, num_expert_rows=None)
+        """A combine without tokens, which ranks compare as if it had them."""
+        return self._replace(num_tokens=0)
 
 
 def combine_shape_of(request: CombineRequest, handle: DispatchHandle) -> CombineShape:
     """The shape of a combine of received rows."""
-    num_rows, hidden = request.data.shape
-    num_weights = 0 if request.weights is None else request.weights.shape[1]
+    data, weights, _, num_sms, _ = request
     return CombineShape(
         handle.num_tokens,
-        num_rows,
-        hidden,
-        request.data.dtype,
+        data.shape[1],
+        data.dtype,
         handle.num_topk,
         handle.num_experts,
-        num_weights,
-        request.num_sms,
+        0 if weights is None else weights.shape[1],
+        num_sms,
     )
 
 
 def combine_shape_of_experts(request: CombineRequest, handle: DispatchHandle) -> CombineShape:
     """The shape of a combine of permuted rows."""
-    num_expert_rows, hidden = request.data.shape
     return CombineShape(
         handle.num_tokens,
-        handle.num_recv,
-        hidden,
+        request.data.shape[1],
         request.data.dtype,
         handle.num_topk,
         handle.num_experts,
         0 if request.weights is None else handle.num_topk,
         request.num_sms,
-        num_expert_rows,
         request.num_expert_sms,
     )
 

@@ -47,7 +47,7 @@ def _dispatch_shape(num_ranks: int, number: int) -> DispatchShape:
 
 
 def _combine_plan(num_ranks: int, number: int) -> _cuda.CombinePlan:
-    return _cuda.CombinePlan(CombineShape(0, 0, _HIDDEN, torch.bfloat16, 1, num_ranks, 0, refusal=number))
+    return _cuda.CombinePlan(CombineShape(0, _HIDDEN, torch.bfloat16, 1, num_ranks, 0, refusal=number))
 
 
 def _no_rows(device: torch.device | None) -> Rows:
@@ -66,7 +66,7 @@ def refuse_within(engine: CudaEngine, call: str, number: int) -> None:
     if call in ("combine", "copy of experts"):  # which share their words
         no_rows = torch.zeros(num_ranks**2, dtype=torch.int32, device=engine.device)
         plan = _combine_plan(num_ranks, number)
-        engine._communicator.combine(plan, 0, 0, 0, 0, 0, 0, no_rows.data_ptr(), 0, 0, 0, 0, stream)
+        engine._communicator.combine(plan, 0, 0, 0, 0, 0, 0, 0, no_rows.data_ptr(), 0, None, 0, 0, 0, stream)
         engine.num_calls += 1
     else:
         planned = _cuda.DispatchPlan(_dispatch_shape(num_ranks, number), engine.grid.rank, num_ranks)
