@@ -14,7 +14,7 @@ from typing import NamedTuple
 import click
 import numpy as np
 
-from hybrid_ep.model.compare import Comparison, compare_call, compare_results
+from hybrid_ep.model.compare import Comparison, compare_results
 from hybrid_ep.model.predict import predict
 from hybrid_ep.model.question import Question
 from hybrid_ep.model.simulate import Tail, simulate_tail
@@ -90,53 +90,6 @@ PACED = (
     Paced(2, 2, 100, 743, 720, 840),
 )
 TIMER_US = 5.4  # in each of these figures
-
-
-class Printed(NamedTuple):
-    """Calls of four H100, of which docs/measured/h100.md has what the terminal printed, and no file of results exists.
-
-    Attributes:
-        mode, dtype, operation: as in results.
-        us: medians by SMS; of permuted calls, with 16 SMs; of low-latency calls, by TOKENS.
-    """
-
-    mode: str
-    dtype: str
-    operation: str
-    us: tuple[float, ...]
-
-
-SMS, TOKENS = (8, 12, 16, 24, 32), (1, 8, 64, 128, 512)
-PRINTED = (
-    Printed("normal", "bf16", "dispatch: no sync", (576, 476, 472, 475, 476)),
-    Printed("normal", "bf16", "dispatch: cached", (559, 462, 462, 465, 466)),
-    Printed("normal", "bf16", "combine", (960, 652, 489, 493, 494)),
-    Printed("normal", "fp8", "dispatch: no sync", (320, 263, 257, 261, 258)),
-    Printed("normal", "fp8", "dispatch: cached", (303, 248, 248, 249, 250)),
-    Printed("permute", "bf16", "dispatch", (647,)),
-    Printed("permute", "bf16", "dispatch: cached", (622,)),
-    Printed("permute", "bf16", "combine", (585,)),
-    Printed("permute", "fp8", "dispatch", (364,)),
-    Printed("permute", "fp8", "dispatch: cached", (340,)),
-    Printed("low-latency", "fp8", "dispatch: graph", (15.4, 15.7, 18.8, 24.2, 63.3)),
-    Printed("low-latency", "fp8", "dispatch: graph of 20", (9.3, 9.5, 13.3, 18.4, 58.1)),
-    Printed("low-latency", "bf16", "dispatch: graph", (13.8, 14.7, 22.2, 33.0, 105)),
-    Printed("low-latency", "bf16", "dispatch: graph of 20", (8.2, 9.1, 16.9, 27.4, 99.6)),
-    Printed("low-latency", "bf16", "combine: graph", (16.8, 18.9, 31.4, 41.7, 107)),
-    Printed("low-latency", "bf16", "combine: graph of 20", (11.0, 13.8, 23.2, 33.2, 95.4)),
-)
-
-
-def compare_printed() -> list[Comparison]:
-    found = []
-    for mode, dtype, operation, medians in PRINTED:
-        for i, us in enumerate(medians):
-            is_low_latency = mode == "low-latency"
-            num_tokens, num_experts = (TOKENS[i], 288) if is_low_latency else (4096, 256)
-            num_sms = None if is_low_latency else SMS[i] if mode == "normal" else 16
-            workload = Workload(num_tokens, 7168, 8, num_experts, dtype)
-            found.append(compare_call("printed", "H100", 4, mode, workload, num_sms, operation, us))
-    return found
 
 
 def question(num_domains: int, size: int, num_tokens: int, *, mode: str = "normal", dtype: str = "bf16") -> Question:
@@ -247,8 +200,6 @@ def ends(tail: Tail) -> tuple[float, float]:
 @click.option("--simulate", is_flag=True, help="Simulate as well: some minutes.")
 def main(simulate: bool) -> None:
     print_measured(compare_results(sorted(RESULTS.glob("*.json"))))
-    click.echo()
-    print_measured(compare_printed())
     click.echo(
         "\n| who | domains | call | published | µs | model, µs | model / published − 1 |\n|---|---|---|---|---|---|---|"
     )

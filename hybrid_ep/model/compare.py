@@ -14,7 +14,7 @@ from hybrid_ep.model.predict import predict
 from hybrid_ep.model.question import MODES, Question
 from hybrid_ep.testing.workload import Workload
 
-__all__ = ["Comparison", "compare_call", "compare_results"]
+__all__ = ["Comparison", "compare_results"]
 
 # Calls of which every step runs on the GPU, or hides what runs on the host. A plain dispatch that waits for its counts
 # also waits for the host.
@@ -71,7 +71,7 @@ def compare_results(paths: Iterable[Path]) -> list[Comparison]:
     return [one for path in paths for one in _compare(path.stem, json.loads(path.read_text(encoding="utf-8")))]
 
 
-def compare_call(
+def _compare_call(
     source: str, gpu: str, num_ranks: int, mode: str, workload: Workload, num_sms: int | None, operation: str, us: float
 ) -> Comparison:
     """Compares with one measured call; `us` is its median."""
@@ -117,5 +117,5 @@ def _compare(source: str, report: dict[str, Any]) -> list[Comparison]:
         for operation in outcome["operations"]:
             name, us = operation["name"], operation["median_us"]
             if name in _COMPARED[mode]:
-                found.append(compare_call(source, gpu, report["num_ranks"], mode, workload, num_sms, name, us))
+                found.append(_compare_call(source, gpu, report["num_ranks"], mode, workload, num_sms, name, us))
     return found
