@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from hybrid_ep.bench.machine import rank_device
 from hybrid_ep.bench.timing import time_host, time_until_done
+from hybrid_ep.core.quantize import cast_to_fp8
 from hybrid_ep.testing.cluster import VirtualCluster
 
 _NUM_SKIPPED = 2
@@ -71,9 +72,10 @@ def _low_latency_calls(buffer: Any, shape: Shape, device: torch.device, label: s
 
 
 def _normal_calls(buffer: Any, shape: Shape, device: torch.device) -> tuple[Calls, Calls]:
-    """Dispatch of bf16 rows with a bound, and combine; then the layout, and with it a dispatch that waits."""
+    """Dispatch of bf16 rows with a bound, and combine. Then the layout, dispatches with it that wait, and all three."""
     num_tokens, hidden, num_topk, num_experts = shape
     x = torch.randn(num_tokens, hidden, device=device).bfloat16()
+    quantized = cast_to_fp8(x)
     topk_idx = _routing(num_tokens, num_topk, num_experts, device)
     weights = torch.rand(num_tokens, num_topk, device=device)
     last: list[tuple] = []  # type: ignore[type-arg]  # results of the latest dispatch
@@ -81,10 +83,10 @@ def _normal_calls(buffer: Any, shape: Shape, device: torch.device) -> tuple[Call
     def layout() -> tuple:  # type: ignore[type-arg]
         return buffer.get_dispatch_layout(topk_idx, num_experts)  # type: ignore[no-any-return]
 
-    def dispatch(counted: tuple, bound: int) -> tuple:  # type: ignore[type-arg]
+    def dispatch(counted: tuple, bound: int = 0, sent: Any = x) -> tuple:  # type: ignore[type-arg]
         per_rank, _, per_expert, is_in_rank, _ = counted
         return buffer.dispatch(  # type: ignore[no-any-return]
-            x,
+            sent,
             num_tokens_per_rank=per_rank,
             is_token_in_rank=is_in_rank,
             num_tokens_per_expert=per_expert,
@@ -101,8 +103,18 @@ def _normal_calls(buffer: Any, shape: Shape, device: torch.device) -> tuple[Call
     def combine() -> None:
         buffer.combine(last[0][0], last[0][4])
 
+    def pair() -> None:
+        received, *_, handle, _ = dispatch(layout())
+        buffer.combine(received, handle)
+
     in_a_row: Calls = {"dispatch with a bound": with_a_bound, "combine": combine}
-    return in_a_row, {"layout": layout, "layout and dispatch": lambda: dispatch(layout(), 0), "combine": combine}
+    return in_a_row, {
+        "layout": layout,
+        "layout and dispatch": lambda: dispatch(layout()),
+        "layout and dispatch, FP8": lambda: dispatch(layout(), sent=quantized),
+        "combine": combine,
+        "layout, dispatch and combine": pair,
+    }
 
 
 def _open(kind: Any, num_nvl_bytes: int, num_rdma_bytes: int, **options: Any) -> Any:

@@ -311,7 +311,7 @@ void Communicator::combine(const CombinePlan& plan, const CombineTensors& tensor
   params.domain = domain_;
   params.send_slot = tensors.route + route.send_slot;
   params.rank_prefix = tensors.route + route.rank_prefix;
-  params.num_sms = combine_sms(plan.num_sms, num_device_sms_);
+  params.num_sms = combine_sms(plan.num_sms, domain_.num_ranks, num_device_sms_);
   int num_expert_sms = 0;
   if (experts.num_rows) {
     num_expert_sms = expert_sms(plan.num_expert_sms, params.num_sms, plan.num_topk, domain_.num_ranks, num_device_sms_);
@@ -324,7 +324,7 @@ void Communicator::combine(const CombinePlan& plan, const CombineTensors& tensor
 
 int Communicator::most_bytes_on_wire() const { return window_bytes(is_hopper_); }
 
-int Communicator::default_copy_sms() const { return combine_sms(0, num_device_sms_); }
+int Communicator::default_copy_sms() const { return copy_sms(0, num_device_sms_); }
 
 void Communicator::add_peer_memory(uint8_t* begin, int64_t num_bytes, uint8_t* const* peers) {
   peer_memory_.push_back({begin, num_bytes, peers});
@@ -393,7 +393,7 @@ void Communicator::copy_experts(std::vector<ExpertTensor> tensors, const int64_t
     }
     params.first_chunk = launch.first_chunk;
     params.num_chunks = only_compares ? 0 : launch.num_chunks;
-    (pushes ? launch_push_experts : launch_copy_experts)(params, combine_sms(num_sms, num_device_sms_), stream);
+    (pushes ? launch_push_experts : launch_copy_experts)(params, copy_sms(num_sms, num_device_sms_), stream);
     if (only_compares) return;
     params.is_further = true;
   }

@@ -10,7 +10,7 @@ namespace {
 
 // By number: bf16, e4m3, float32, int32, uint8. Not every version of DLPack has a code for e4m3, so e4m3 travels as
 // bytes.
-constexpr ElementType kElementTypes[] = {{4, 16}, {1, 8}, {kFloat, 32}, {kInt, 32}, {1, 8}};
+constexpr ElementType kElementTypes[] = {{kBfloat, 16}, {kFloat8, 8}, {kFloat, 32}, {kInt, 32}, {kBytes, 8}};
 constexpr int kNumElementTypes = sizeof(kElementTypes) / sizeof(ElementType);
 
 Columns columns(int num, int dtype) {

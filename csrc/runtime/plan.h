@@ -17,7 +17,7 @@ namespace hybrid_ep {
 struct ElementType {
   uint8_t code, bits;
 };
-constexpr uint8_t kInt = 0, kFloat = 2;  // codes
+constexpr uint8_t kInt = 0, kBytes = 1, kFloat = 2, kBfloat = 4, kFloat8 = 10;  // codes; the last is e4m3fn
 
 // The columns of a tensor with a row for each token, and their type. num = 0: there is no such tensor.
 struct Columns {

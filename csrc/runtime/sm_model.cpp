@@ -12,6 +12,7 @@ namespace {
 
 constexpr int kDefaultSms = 16;
 constexpr int kFewSms = 8;
+constexpr int kCombineSmsOfTwo = 20;  // ranks: half of the rows that are summed do not cross, and sums are the limit
 // GB/s on Hopper: what one SM stores (rows for its own GPU count too), and what leaves a GPU over NVLink.
 constexpr double kSmRate = 50, kWireRate = 340;
 constexpr int kWindowBytes = 896 * 1024;  // of stores on the wire, likewise
@@ -63,7 +64,11 @@ int dispatch_sms(int asked, int num_ranks, bool is_hopper, int num_device_sms) {
   return num_sms(asked, default_dispatch_sms(num_ranks, is_hopper), num_device_sms);
 }
 
-int combine_sms(int asked, int num_device_sms) { return num_sms(asked, kDefaultSms, num_device_sms); }
+int combine_sms(int asked, int num_ranks, int num_device_sms) {
+  return num_sms(asked, num_ranks == 2 ? kCombineSmsOfTwo : kDefaultSms, num_device_sms);
+}
+
+int copy_sms(int asked, int num_device_sms) { return num_sms(asked, kDefaultSms, num_device_sms); }
 
 int between_sms(int asked, int num_device_sms) { return num_sms(asked, kDefaultSms, num_device_sms); }
 

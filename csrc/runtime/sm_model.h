@@ -17,7 +17,9 @@ struct LaunchShape {
 LaunchShape dispatch_shape(int row_bytes, int counter_bytes, int asked, int num_ranks, bool is_hopper,
                            int num_device_sms);
 int dispatch_sms(int asked, int num_ranks, bool is_hopper, int num_device_sms);
-int combine_sms(int asked, int num_device_sms);
+int combine_sms(int asked, int num_ranks, int num_device_sms);
+// SMs that copy experts.
+int copy_sms(int asked, int num_device_sms);
 // SMs of a call between domains. The network is slower than NVLink, which 8 to 16 SMs fill.
 int between_sms(int asked, int num_device_sms);
 // Bytes of stores that fill the wire while they are on it; 0 if that is not known.

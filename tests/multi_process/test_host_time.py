@@ -17,7 +17,14 @@ HOOKS = [
     f"low-latency {call} with a hook, {half}{{}}" for call in ("dispatch", "combine") for half in ("send", "receive")
 ]
 NORMAL = ["dispatch with a bound{}", "combine{}"]
-DONE = ["layout{}", "layout and dispatch{}", "combine{}", "low-latency dispatch and combine{}"]
+DONE = [
+    "layout{}",
+    "layout and dispatch{}",
+    "layout and dispatch, FP8{}",
+    "combine{}",
+    "layout, dispatch and combine{}",
+    "low-latency dispatch and combine{}",
+]
 SHRINKING = ["low-latency dispatch, enable_shrink{}", "low-latency combine, enable_shrink{}"]
 
 

@@ -50,10 +50,28 @@ void delete_capsule(PyObject* capsule) {
   managed->deleter(managed);
 }
 
+bool can_import_float8() {
+  const py::module_ torch = py::module_::import("torch");
+  try {
+    const py::object dtype = torch.attr("float8_e4m3fn");
+    torch.attr("from_dlpack")(torch.attr("empty")(1, py::arg("dtype") = dtype, py::arg("device") = "cpu"));
+    return true;
+  } catch (py::error_already_set&) {
+    return false;
+  }
+}
+
+// Whether torch makes tensors of e4m3fn from DLPack. Where it does not, they are bytes.
+bool takes_float8() {
+  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<bool> takes;
+  return takes.call_once_and_store_result(&can_import_float8).get_stored();
+}
+
 }  // namespace
 
 py::object make_tensor(uintptr_t address, std::vector<int64_t> shape, ElementType type, int device,
                        std::function<void()> release) {
+  if (type.code == kFloat8 && !takes_float8()) type = {kBytes, 8};
   const dlpack::ExchangeApi* api = exchange_api();
   if (api == nullptr) {
     return py::module_::import("torch").attr("from_dlpack")(

@@ -14,7 +14,7 @@ from hybrid_ep.engine.agreement import ABSENT
 from hybrid_ep.engine.calls import DispatchedFields, DispatchHandle, DispatchRequest, Routing, Rows
 from hybrid_ep.engine.cuda.faults import dispatch_number
 from hybrid_ep.engine.cuda.plan import DispatchPlan
-from hybrid_ep.engine.cuda.route import Chunk, Route
+from hybrid_ep.engine.cuda.route import Chunk, Route, as_sent
 
 if TYPE_CHECKING:
     from hybrid_ep.engine.cuda.engine import CudaEngine
@@ -109,7 +109,7 @@ class RepeatedDispatch:
         assert experts is not None
         assert rank_prefix is not None
         if scales is not None:
-            rows = rows.view(data.dtype)
+            rows = as_sent(rows, data)
         route = Route(*piece, self._counts_at, *sizes, number)
         num_tokens, num_topk = topk_idx.shape
         handle = DispatchHandle(rank_prefix, num_tokens, sizes[0], self._of_routing[0], num_topk, engine.grid, route)

@@ -51,7 +51,7 @@ from hybrid_ep.engine.cuda.plan import (
     shape_of,
 )
 from hybrid_ep.engine.cuda.refuse import refuse_between
-from hybrid_ep.engine.cuda.route import HostCounts, RouteMemory, address, aligned_rows
+from hybrid_ep.engine.cuda.route import HostCounts, RouteMemory, address, aligned_rows, as_sent
 from hybrid_ep.engine.cuda.symmetric import SymmetricMemory, map_peers_of
 from hybrid_ep.engine.losses import Losses
 from hybrid_ep.engine.refusals import Refusals
@@ -227,7 +227,8 @@ class CudaBetween(LowLatencyChoice):
             lease.give_back()
         assert output.experts is not None
         handle = DispatchHandle(matrix, num_tokens, route.num_recv, num_experts, num_topk, self.grid, route)
-        return Dispatched(_as_sent(rows, output), output.experts, output.weights, reported, handle)
+        received = Rows(as_sent(output.rows, rows.data), output.scales)
+        return Dispatched(received, output.experts, output.weights, reported, handle)
 
     def _held_capacity_for(self, sizes: RouteSizes, max_rows: int | None) -> int:
         """Returns for how many records, which this rank forwards, a new route has memory.
@@ -271,7 +272,7 @@ class CudaBetween(LowLatencyChoice):
             self._end_launch()
         finally:
             lease.give_back()
-        return _as_sent(request.rows, output)
+        return Rows(as_sent(output.rows, request.rows.data), output.scales)
 
     def _lease_larger(
         self, lease: SlotLease, plan: _cuda.DispatchShape, host_counts: HostCounts, stream: int
@@ -519,8 +520,3 @@ def _results(lease: SlotLease, plan: _cuda.DispatchShape, num_rows: int) -> Disp
     """The output of a dispatch, in the slot itself or copied out of slot 0."""
     output = lease.output_between(plan, num_rows)
     return output if lease.slot_idx else output.copied()
-
-
-def _as_sent(sent: Rows, output: DispatchOutput) -> Rows:
-    """The rows of a dispatch, in the dtype in which they were sent."""
-    return Rows(output.rows if sent.scales is None else output.rows.view(sent.data.dtype), output.scales)

@@ -64,6 +64,7 @@ from hybrid_ep.engine.cuda.route import (
     RouteMemory,
     address,
     aligned_rows,
+    as_sent,
 )
 from hybrid_ep.engine.cuda.symmetric import SymmetricMemory
 from hybrid_ep.engine.losses import Losses
@@ -173,7 +174,7 @@ class CudaEngine(Engine):
             self._end()
         assert output.experts is not None
         handle = self._handle(sent, request.routing, output)
-        received = _as_sent(request.rows, output.rows, output.scales)
+        received = Rows(as_sent(output.rows, request.rows.data), output.scales)
         return Dispatched(received, output.experts, output.weights, sent.reported, handle)
 
     def repeat_of(self, request: DispatchRequest) -> RepeatedDispatch | None:
@@ -196,12 +197,12 @@ class CudaEngine(Engine):
             self.num_calls += 1
             self._count_sent(route, planned.native)
             self._end()
-            return _as_sent(rows, made[0], made[3])
+            return Rows(as_sent(made[0], rows.data), made[3])
         sent = self._send_again(rows, planned.native, route, route.num_recv, stream)
         with sent.lease:
             output = self._results(sent)
             self._end()
-        return _as_sent(rows, output.rows, output.scales)
+        return Rows(as_sent(output.rows, rows.data), output.scales)
 
     def combine(self, request: CombineRequest, handle: DispatchHandle) -> Combined:
         return combine(self, request, handle)
@@ -579,9 +580,5 @@ class CudaEngine(Engine):
             stream,
         )
         output = lease.output(plan, num_rows, route)
-        return _as_sent(like, output.rows if lease.slot_idx else output.rows.clone(), scales), output
-
-
-def _as_sent(sent: Rows, data: Tensor, scales: Tensor | None) -> Rows:
-    """The rows of a dispatch, in the dtype in which they were sent."""
-    return Rows(data) if sent.scales is None else Rows(data.view(sent.data.dtype), scales)
+        data = output.rows if lease.slot_idx else output.rows.clone()
+        return Rows(as_sent(data, like.data), scales), output

@@ -12,7 +12,17 @@ from hybrid_ep import _cuda
 from hybrid_ep.core.streams import current_raw_stream
 from hybrid_ep.engine.calls import Rows
 
-__all__ = ["Chunk", "HostCounts", "PermuteState", "Route", "RouteMemory", "address", "aligned", "aligned_rows"]
+__all__ = [
+    "Chunk",
+    "HostCounts",
+    "PermuteState",
+    "Route",
+    "RouteMemory",
+    "address",
+    "aligned",
+    "aligned_rows",
+    "as_sent",
+]
 
 _INT_BYTES = 4
 _ALIGN_BYTES = 128  # a cache line, for pieces that stand side by side
@@ -175,6 +185,11 @@ class HostCounts(NamedTuple):
     max_rows: int
     num_sent_between: int
     max_held: int
+
+
+def as_sent(received: Tensor, sent: Tensor) -> Tensor:
+    """Received rows in the dtype in which they were sent. Torch may have made them bytes."""
+    return received if received.dtype == sent.dtype else received.view(sent.dtype)
 
 
 def aligned(tensor: Tensor) -> Tensor:
