@@ -44,12 +44,12 @@ _WORK = {
     "low-latency combine": _Work(0, [], 6),
     "low-latency dispatch with a hook": _Work(0, [], 15),
     "low-latency combine with a hook": _Work(0, [], 13),
-    "dispatch with a bound": _Work(0, [], 18),
-    "dispatch": _Work(0, [], 18),
-    "cached dispatch": _Work(0, [], 28),
-    "combine": _Work(0, [], 23),
-    "hybrid dispatch with a bound": _Work(1, ["aten.clone.default"], 41),
-    "hybrid combine": _Work(2, [], 34),
+    "dispatch with a bound": _Work(0, [], 16),
+    "dispatch": _Work(0, [], 16),
+    "cached dispatch": _Work(0, [], 25),
+    "combine": _Work(0, [], 22),
+    "hybrid dispatch with a bound": _Work(1, ["aten.clone.default"], 39),
+    "hybrid combine": _Work(2, [], 33),
 }
 
 

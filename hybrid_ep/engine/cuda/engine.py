@@ -369,7 +369,8 @@ class CudaEngine(Engine):
     def _end(self) -> None:
         """Ends a call, after its last use of the arena; raises the error of an earlier call."""
         self._order.end()
-        self._raise_late()
+        if self._late is not None:
+            self._raise_late()
 
     def _compare(self, launch: Callable[[], object]) -> None:
         self.num_calls += 1

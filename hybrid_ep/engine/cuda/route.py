@@ -141,22 +141,24 @@ class RouteMemory:
             stream: the current one, which writes it.
             alone: no other piece is cut from the chunk: what a captured graph uses, nothing else may.
         """
+        piece = None if alone else self.cut(num_ints, stream)
+        if piece is not None:
+            return piece
         num_bytes = -(-num_ints * _INT_BYTES // _ALIGN_BYTES) * _ALIGN_BYTES
-        chunk = None if alone else self._chunks.get(stream)
-        if chunk is None or chunk.num_left < num_bytes:
-            chunk = Chunk(num_bytes if alone else max(num_bytes, _CHUNK_BYTES), self._device, stream)
-            if not alone:
-                self._chunks[stream] = chunk
-        begin = chunk.end - chunk.num_left
+        chunk = Chunk(num_bytes if alone else max(num_bytes, _CHUNK_BYTES), self._device, stream)
+        if not alone:
+            self._chunks[stream] = chunk
         chunk.num_left -= num_bytes
-        return chunk, begin
+        return chunk, chunk.memory.data_ptr()
 
     def cut(self, num_ints: int, stream: int) -> tuple[Chunk, int] | None:
         """Returns a piece of the last chunk of a stream; None: it is too small for that. Allocates nothing."""
-        chunk = self._chunks.get(stream)
-        if chunk is None or chunk.num_left < num_ints * _INT_BYTES:
+        chunk, num_bytes = self._chunks.get(stream), -(-num_ints * _INT_BYTES // _ALIGN_BYTES) * _ALIGN_BYTES
+        if chunk is None or chunk.num_left < num_bytes:
             return None
-        return self.take(num_ints, stream, alone=False)
+        begin = chunk.end - chunk.num_left
+        chunk.num_left -= num_bytes
+        return chunk, begin
 
 
 class HostCounts(NamedTuple):
