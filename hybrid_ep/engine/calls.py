@@ -465,7 +465,8 @@ class LowLatencyDispatched(NamedTuple):
         counts: ``[LE]`` int32.
         handle: for `low_latency_combine`.
         finish: waits for the rows to arrive on the current stream; call exactly once. None: they have been received
-            without an error, as only a call without a hook can.
+            without an error, as only a call without a hook can. If it has a method `at_once`, that may be tried first.
+            It returns whether the rows have been received without an error; otherwise `finish` is to be called, too.
     """
 
     rows: Rows

@@ -111,11 +111,8 @@ struct RepeatedShape {
   bool has_hook;
   bool holds_overflow;  // as CudaLowLatency.end_call takes it
 
-  // Ends a call after its last launch. Returns what raises its error; None: there is none.
-  py::object end(uintptr_t stream) const {
-    if (!calls.end(stream)) return py::none();
-    return engine.attr("end_call")(py::arg("holds_overflow") = holds_overflow);
-  }
+  // What raises the fault that a kernel has reported; None: the engine knows it.
+  py::object end_call() const { return engine.attr("end_call")(py::arg("holds_overflow") = holds_overflow); }
 };
 
 // Receives what a call with a hook has sent.
@@ -134,16 +131,25 @@ class ReceiveHook {
         state_(std::move(state)),
         kept_(std::move(kept)) {}
 
-  void call() const {
-    if (!shape_.calls.may_receive(sent_)) {
+  // Receives, if nothing else is to be done. Returns whether it has, and no kernel has reported a fault. After false
+  // the hook must be called, too.
+  bool at_once() {
+    if (has_launched_ || !shape_.calls.may_receive(sent_)) return false;
+    receive_(stream_of(sent_.stream));
+    has_launched_ = true;
+    sent_.buffers.note_received(idx_);
+    state_.attr("is_received") = true;
+    return !shape_.calls.end(sent_.stream);
+  }
+
+  void call() {
+    if (at_once()) return;
+    if (!has_launched_) {
       const py::cpp_function receive([this](uintptr_t stream) { receive_(stream_of(stream)); });
       shape_.engine.attr("receive_in_steps")(receive, py::cast(&sent_.buffers), idx_, state_, shape_.holds_overflow);
       return;
     }
-    receive_(stream_of(sent_.stream));
-    sent_.buffers.note_received(idx_);
-    state_.attr("is_received") = true;
-    const py::object raise_fault = shape_.end(sent_.stream);
+    const py::object raise_fault = shape_.end_call();
     if (!raise_fault.is_none()) raise_fault();
   }
 
@@ -152,6 +158,7 @@ class ReceiveHook {
   Launch sent_;
   int idx_;
   Receive receive_;
+  bool has_launched_ = false;
   py::object state_;
   py::tuple kept_;
 };
@@ -193,7 +200,7 @@ class RepeatedDispatch {
     const TokensOut out = tokens_out(rows, topk_idx, num_tokens_, global_scale, launch->opened->counter);
     const TokensIn in = tokens_in(received_at, scales_at, address_of(wait_stats));
     auto* const tables = pointer<int32_t>(results);
-    py::object finish;
+    py::object finish = py::none();
     if (shape_.has_hook) {
       region.send_tokens(plan_, idx, out, tables, stream_of(stream));
       const auto receive = [&region, plan = plan_, idx, in, tables](cudaStream_t on) {
@@ -206,7 +213,7 @@ class RepeatedDispatch {
     } else {
       region.dispatch_tokens(plan_, idx, out, in, tables, stream_of(stream));
       launch->buffers.note_done();
-      finish = shape_.end(stream);
+      if (shape_.calls.end(stream)) finish = shape_.end_call();
     }
     const py::object counts = make_counts(plan_, memory, results, shape_.calls.device());
     return py::make_tuple(received, scales, counts, memory, state, finish);
@@ -262,7 +269,7 @@ class RepeatedCombine {
     const RowsHome home = rows_home(rows, results, weights_at, num_tokens, use_logfmt_);
     const RowsToSum to_sum = rows_to_sum(results, address_of(topk_idx), weights_at, out_at, num_tokens, use_logfmt_);
     auto* const waits = pointer<int64_t>(address_of(wait_stats));
-    py::object finish;
+    py::object finish = py::none();
     if (shape_.has_hook) {
       region.return_rows(plan, idx, home, min_tokens_to_sum_, waits, stream_of(stream));
       const auto receive = [&region, plan, idx, to_sum, waits](cudaStream_t on) {
@@ -275,7 +282,7 @@ class RepeatedCombine {
     } else {
       region.combine_rows(plan, idx, home, min_tokens_to_sum_, to_sum, waits, stream_of(stream));
       launch->buffers.note_done();
-      finish = shape_.end(stream);
+      if (shape_.calls.end(stream)) finish = shape_.end_call();
     }
     return py::make_tuple(out, finish);
   }
@@ -305,7 +312,9 @@ void add_low_latency_calls(py::module_& module) {
            py::arg("counter"))
       .def("close", &RepeatedCalls::close)
       .def_property_readonly("is_open", &RepeatedCalls::is_open);
-  py::class_<ReceiveHook>(module, "LowLatencyReceiveHook").def("__call__", &ReceiveHook::call);
+  py::class_<ReceiveHook>(module, "LowLatencyReceiveHook")
+      .def("at_once", &ReceiveHook::at_once)
+      .def("__call__", &ReceiveHook::call);
   py::class_<RepeatedDispatch>(module, "RepeatedLowLatencyDispatch")
       .def(py::init<const RepeatedCalls&, py::object, bool, const LowLatencyPlan&, int, int64_t, const NewTensor&,
                     const std::optional<NewTensor>&, py::object, py::object>(),
