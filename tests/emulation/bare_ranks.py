@@ -264,13 +264,11 @@ class Rank(End):
         combine = native.CombinePlan(
             SimpleNamespace(
                 num_tokens=shape.num_tokens,
-                num_rows=num_recv,
                 row_bytes=2 * shape.hidden,
                 num_topk=shape.num_topk,
                 num_experts=shape.num_experts,
                 num_weights=0,
                 num_sms=_NUM_SMS,
-                num_expert_rows=None,
                 num_expert_sms=None,
                 refusal=None,
             )
@@ -280,6 +278,7 @@ class Rank(End):
         self.between.combine(
             plan=combine,
             rows=returned.address,
+            num_rows=num_recv,
             weights=0,
             bias=[],
             out=out.address,

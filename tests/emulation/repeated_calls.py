@@ -19,6 +19,7 @@ from tests.battery.normal import equal, make_buffer, unread_values
 
 __all__ = [
     "check_allocations_let_others_call",
+    "check_allocations_let_others_send",
     "check_events",
     "check_faults",
     "check_hooks_at_once",
@@ -241,6 +242,56 @@ def check_allocations_let_others_call() -> None:
         assert len(found) == 79
         _, free = calls.kernels._results.take(1, results[0][2].state.stream, alone=False)
         assert free > max(found)
+
+
+def check_allocations_let_others_send() -> None:
+    """While torch makes a result, other calls with hooks take both buffers. The call is refused, all hooks receive."""
+    case, empty = _case("sends"), torch.empty_strided
+    take: list[Any] = []  # the calls to make meanwhile
+
+    def make_and_call(*args: Any, **kwargs: Any) -> torch.Tensor:
+        while take:
+            take.pop()()
+        return empty(*args, **kwargs)
+
+    from hybrid_ep import _cuda
+
+    by_python = functools.partial(_cuda.NewTensor, by_python=True)
+    with (
+        unread_values(),
+        mock.patch.object(torch, "empty_strided", make_and_call),
+        mock.patch.object(_cuda, "NewTensor", by_python),
+        make_buffer(case, low_latency_mode=True) as buffer,
+    ):
+        calls = _Calls(case, buffer)
+        for _ in range(3):
+            calls.check_step()
+            calls.check_hooked_step()
+            assert calls.is_open
+            sent: list[tuple[Any, ...]] = []
+
+            def send(to: list[tuple[Any, ...]] = sent) -> None:
+                to.append(calls.dispatch(return_recv_hook=True))
+
+            take += [send, send]
+            with pytest.raises(ConfigError, match="calls whose hook has not been called are 3"):
+                calls.dispatch()
+            handle = sent[0][2]
+            for received, _, its_handle, _, receive in sent:
+                receive()
+                calls.check(received, its_handle, calls.combine(its_handle)[0])
+            sums: list[tuple[Any, ...]] = []
+
+            def send_sums(to: list[tuple[Any, ...]] = sums, handle: Any = handle) -> None:
+                to.append(calls.combine(handle, return_recv_hook=True))
+
+            assert calls.is_open
+            take += [send_sums, send_sums]
+            with pytest.raises(ConfigError, match="calls whose hook has not been called are 3"):
+                calls.combine(handle)
+            for combined, _, receive in sums:
+                receive()
+                calls.check(sent[0][0], handle, combined, hooked=True)
 
 
 def check_two_buffers() -> None:

@@ -195,6 +195,7 @@ class RepeatedDispatch {
     const py::object received = make_rows_.make(&received_at);
     const py::object scales = make_scales_ ? make_scales_->make(&scales_at) : py::none();
     const py::object state = make_state_(chunk, results, stream, !shape_.has_hook);
+    if (launch->buffers.are_in_flight()) return py::none();  // by sends of another thread
     LowLatencyRegion& region = launch->opened->region;
     const int idx = launch->buffers.next_idx();
     const TokensOut out = tokens_out(rows, topk_idx, num_tokens_, global_scale, launch->opened->counter);
@@ -264,6 +265,7 @@ class RepeatedCombine {
     const bool is_aligned = (rows | weights_at | out_at) % kRowAlignBytes == 0;
     if (!launch || launch->stream != stream || !is_aligned) return py::none();
     if (out.is_none()) out = make_out_.make(&out_at);
+    if (launch->buffers.are_in_flight()) return py::none();  // as above
     LowLatencyRegion& region = launch->opened->region;
     const int idx = launch->buffers.next_idx();
     const RowsHome home = rows_home(rows, results, weights_at, num_tokens, use_logfmt_);
