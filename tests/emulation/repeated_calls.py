@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -204,29 +206,39 @@ def check_events() -> None:
         assert num_recorded == 4
 
 
+@contextlib.contextmanager
+def _calls_with(meanwhile: Callable[[], None], case: Case) -> Iterator[_Calls]:
+    """Calls of a buffer. Whenever torch makes a tensor, `meanwhile` runs first, as another thread could."""
+    from hybrid_ep import _cuda
+
+    empty = torch.empty_strided
+
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        meanwhile()
+        return empty(*args, **kwargs)
+
+    with (
+        unread_values(),
+        mock.patch.object(torch, "empty_strided", make),
+        mock.patch.object(_cuda, "NewTensor", functools.partial(_cuda.NewTensor, by_python=True)),
+        make_buffer(case, low_latency_mode=True) as buffer,
+    ):
+        yield _Calls(case, buffer)
+
+
 def check_allocations_let_others_call() -> None:
     """While torch makes a result of a dispatch, another one is made whole, as by another thread. Each has memory."""
-    case, empty = _case("allocations"), torch.empty_strided
+    case = _case("allocations")
     within: list[tuple[Any, ...]] = []  # results of the other dispatches
     wanted = False
 
-    def make_and_call(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def dispatch_within() -> None:
         nonlocal wanted
         if wanted:
             wanted = False
             within.append(calls.dispatch())
-        return empty(*args, **kwargs)
 
-    from hybrid_ep import _cuda
-
-    by_python = functools.partial(_cuda.NewTensor, by_python=True)
-    with (
-        unread_values(),
-        mock.patch.object(torch, "empty_strided", make_and_call),
-        mock.patch.object(_cuda, "NewTensor", by_python),
-        make_buffer(case, low_latency_mode=True) as buffer,
-    ):
-        calls = _Calls(case, buffer)
+    with _calls_with(dispatch_within, case) as calls:
         calls.check_step()
         results = []
         for i in range(40):  # sixteen share memory: the last piece is that of one dispatch, and of the other
@@ -246,24 +258,13 @@ def check_allocations_let_others_call() -> None:
 
 def check_allocations_let_others_send() -> None:
     """While torch makes a result, other calls with hooks take both buffers. The call is refused, all hooks receive."""
-    case, empty = _case("sends"), torch.empty_strided
     take: list[Any] = []  # the calls to make meanwhile
 
-    def make_and_call(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def send_within() -> None:
         while take:
             take.pop()()
-        return empty(*args, **kwargs)
 
-    from hybrid_ep import _cuda
-
-    by_python = functools.partial(_cuda.NewTensor, by_python=True)
-    with (
-        unread_values(),
-        mock.patch.object(torch, "empty_strided", make_and_call),
-        mock.patch.object(_cuda, "NewTensor", by_python),
-        make_buffer(case, low_latency_mode=True) as buffer,
-    ):
-        calls = _Calls(case, buffer)
+    with _calls_with(send_within, _case("sends")) as calls:
         for _ in range(3):
             calls.check_step()
             calls.check_hooked_step()
