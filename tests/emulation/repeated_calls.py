@@ -26,7 +26,6 @@ __all__ = [
     "check_faults",
     "check_hooks_at_once",
     "check_hooks_between",
-    "check_hooks_of_faults",
     "check_refused_launch",
     "check_two_buffers",
 ]
@@ -156,36 +155,24 @@ def check_hooks_at_once() -> None:
         assert in_steps.call_count == 2
 
 
-def check_hooks_of_faults() -> None:
-    """The kernel of a send reports an expert that does not exist. The hook raises it, and the rank goes on."""
+def check_faults() -> None:
+    """A kernel of a repeated call, or of a send, reports an expert that does not exist.
+
+    The call raises it, or the hook, and the rank goes on.
+    """
     case = _case("faults")
     with unread_values(), make_buffer(case, low_latency_mode=True) as buffer:
         calls = _Calls(case, buffer)
         wrong = calls.inputs.topk_idx.clone()
         wrong[0, 0] = case.num_experts
-        for _ in range(3):
-            calls.check_hooked_step()
-            calls.check_hooked_step()
+        for hooked in (False, True) * 3:
+            check_step = calls.check_hooked_step if hooked else calls.check_step
+            check_step()
+            check_step()
             assert calls.is_open
-            receive = calls.dispatch(wrong, return_recv_hook=True)[-1]
+            receive = calls.dispatch(wrong, return_recv_hook=True)[-1] if hooked else lambda: calls.dispatch(wrong)
             with pytest.raises(ConfigError, match=f"of rank {calls.rank} has {case.num_experts}; allowed"):
                 receive()
-            assert not calls.is_open
-
-
-def check_faults() -> None:
-    """A kernel of a repeated call reports an expert that does not exist. The call raises it, and the rank goes on."""
-    case = _case("faults")
-    with unread_values(), make_buffer(case, low_latency_mode=True) as buffer:
-        calls = _Calls(case, buffer)
-        wrong = calls.inputs.topk_idx.clone()
-        wrong[0, 0] = case.num_experts
-        for _ in range(3):
-            calls.check_step()
-            calls.check_step()
-            assert calls.is_open
-            with pytest.raises(ConfigError, match=f"of rank {calls.rank} has {case.num_experts}; allowed"):
-                calls.dispatch(wrong)
             assert not calls.is_open
 
 
