@@ -25,8 +25,12 @@ from hybrid_ep._C import low_latency_region_bytes as low_latency_region_bytes
 from hybrid_ep._C import nvshmem_proxy as nvshmem_proxy
 from hybrid_ep._C import tcp_proxy as tcp_proxy
 from hybrid_ep._C import verbs_proxy as verbs_proxy
+from hybrid_ep.core.geometry import RankGrid
+from hybrid_ep.engine.calls import DispatchedFields, DispatchHandle
+from hybrid_ep.engine.cuda.engine import CudaEngine
 from hybrid_ep.engine.cuda.plan import CombineShape as PlannedCombine
 from hybrid_ep.engine.cuda.plan import DispatchShape as PlannedShape
+from hybrid_ep.engine.cuda.route import Chunk, Route
 
 version: str
 control_bytes: int
@@ -66,6 +70,11 @@ class CombinePlan:
     @property
     def record_bytes(self) -> int: ...
     def slot_bytes_for(self, num_rows: int) -> int: ...
+
+dispatch_number_bits: int
+
+def dispatch_number(buffer: int, number: int) -> int:
+    """The number that identifies a dispatch: its buffer and its number there, each modulo what its bits hold."""
 
 class FaultKind(Enum):
     TIMEOUT = ...
@@ -238,56 +247,98 @@ class SlotPool:
     def take(self, stream: int) -> tuple[int, bool]: ...
     def note_use(self, stream: int) -> None: ...
     def release(self, slot_idx: int) -> None: ...
-    def dispatch(
-        self,
-        communicator: Communicator,
-        plan: DispatchPlan,
-        slot_bytes: int,
-        num_rows: int,
-        rows: _Address,
-        scales: _Address,
-        topk_idx: _Address,
-        topk_weights: _Address,
-        memory: Tensor,
-        route: int,
-        handle: int,
-        stream: int,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None] | None:
-        """What `tensors` returns; None: the dispatch has not been launched."""
-
-    def dispatch_and_wait(
-        self,
-        communicator: Communicator,
-        plan: DispatchPlan,
-        rows: _Address,
-        scales: _Address,
-        topk_idx: _Address,
-        topk_weights: _Address,
-        memory: Tensor,
-        route: int,
-        handle: int,
-        stream: int,
-    ) -> (
-        tuple[
-            tuple[bool, int, int, int, int, int, int, int, int, int] | None,
-            list[int] | None,
-            tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-            | None,
-        ]
-        | None
-    ):
-        """What `wait_for_counts` returns, counts of local experts, and what `dispatch` returns; None as there."""
-
     def tensors(
         self, slot_idx: int, plan: DispatchPlan, num_rows: int, memory: Tensor, route: int
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]: ...
     def tensors_between(
         self, slot_idx: int, plan: DispatchShape, num_rows: int
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]: ...
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, None, None, None]: ...
     @property
     def num_free(self) -> int: ...
     @property
     def was_captured(self) -> bool: ...
+
+class LaunchOrder:
+    """Orders the launches of one engine after each other, whatever their streams.
+
+    `current_stream` takes a GPU and returns the calling thread's current stream there.
+    """
+
+    def __init__(self, device: int, current_stream: Callable[[int], int]) -> None: ...
+    def begin(self, *, is_low_latency: bool = False) -> int:
+        """Orders the next launch on the current stream after the earlier ones; returns the stream.
+
+        A low-latency launch also runs after the low-latency launches of all other buffers of this GPU.
+        """
+
+    def end(self) -> None:
+        """Must be called after a call's last launch, and last use of memory that its next call may write."""
+
+class RouteMemory:
+    """Memory that is cut into pieces. `make_chunk` takes a number of bytes and the current stream."""
+
+    def __init__(self, make_chunk: Callable[[int, int], Chunk]) -> None: ...
+    def take(self, num_ints: int, stream: int, *, alone: bool) -> tuple[Chunk, int]:
+        """Returns a chunk and the address of a piece of it.
+
+        Args:
+            num_ints: int32 of the piece.
+            stream: the current one, which writes it.
+            alone: no other piece is cut from the chunk. What a captured graph uses, nothing else may.
+        """
+
+    def clear(self) -> None:
+        """Drops the chunks. Their pieces stay as they are."""
+
+class RepeatedDispatch:
+    """Keeps neither `engine`, nor what calls take."""
+
+    def __init__(
+        self,
+        engine: CudaEngine,
+        plan: DispatchPlan,
+        bound: int | None,
+        max_rows: int,
+        counts_at: int,
+        grid: RankGrid,
+        route_type: type[Route],
+        handle_type: type[DispatchHandle],
+    ) -> None: ...
+    def __call__(
+        self, slots: SlotPool, rows: _Address, scales: _Address, topk_idx: _Address, topk_weights: _Address
+    ) -> DispatchedFields | None:
+        """None: the call is still to be made."""
+
+class RepeatedDispatchAlong:
+    """As `RepeatedDispatch`."""
+
+    def __init__(self, engine: CudaEngine, plan: DispatchPlan, route_type: type[Route]) -> None: ...
+    def __call__(
+        self, slots: SlotPool, rows: _Address, scales: _Address, handle: DispatchHandle
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """None: the call is still to be made."""
+
+class RepeatedCombine:
+    """As `RepeatedDispatch`."""
+
+    def __init__(
+        self,
+        engine: CudaEngine,
+        plan: CombinePlan,
+        make_out: NewTensor,
+        make_weights: NewTensor | None,
+        route_type: type[Route],
+    ) -> None: ...
+    def __call__(
+        self,
+        slots: SlotPool,
+        rows: _Address,
+        weights: _Address,
+        bias_0: _Address,
+        bias_1: _Address,
+        handle: DispatchHandle,
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """None: the call is still to be made."""
 
 def push_rows(
     *,
@@ -600,7 +651,7 @@ class LowLatencyBuffers:
     def note_done(self) -> None: ...
 
 class RepeatedLowLatencyCalls:
-    def __init__(self, communicator: Communicator, order: object, current_stream: Callable[[int], int]) -> None: ...
+    def __init__(self, communicator: Communicator, order: LaunchOrder) -> None: ...
     def open(
         self, region: LowLatencyRegion, dispatches: LowLatencyBuffers, combines: LowLatencyBuffers, counter: int
     ) -> None: ...
@@ -623,7 +674,7 @@ class RepeatedLowLatencyDispatch:
         num_ints: int,
         make_rows: NewTensor,
         make_scales: NewTensor | None,
-        take: Callable[..., tuple[object, int]],
+        results: RouteMemory,
         make_state: Callable[[Any, int, int, bool], object],
     ) -> None: ...
     def __call__(

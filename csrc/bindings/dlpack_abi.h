@@ -53,7 +53,8 @@ struct ExchangeApi {
   int (*object_of)(ManagedTensorVersioned* managed, void** object);
   // Describes a tensor without owning it. Returns 0, or −1 with a Python error; nullptr: it cannot be asked.
   int (*describe)(void* object, Tensor* tensor);
-  void* current_stream;
+  // Writes the calling thread's current stream of a device. Returns 0, or −1 with a Python error.
+  int (*current_stream)(int32_t device_type, int32_t device, void** stream);
 };
 
 }  // namespace hybrid_ep::bindings::dlpack

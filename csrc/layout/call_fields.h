@@ -8,6 +8,12 @@ namespace hybrid_ep {
 
 constexpr int32_t kAbsent = -1;
 
+// The number that identifies a dispatch: its buffer, and its number there. Each is modulo what its bits hold.
+constexpr int kDispatchNumberBits = 24;
+inline int32_t dispatch_number(int buffer, int number) {
+  return (buffer & 0x7f) << kDispatchNumberBits | (number & ((1 << kDispatchNumberBits) - 1));
+}
+
 // Kinds of calls, as agreement.py numbers them.
 enum class CallKind : int32_t { kDispatch = 0, kCombine = 2, kCopyOfExperts = 9 };
 

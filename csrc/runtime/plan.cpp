@@ -93,6 +93,12 @@ DispatchPlan DispatchPlan::of(const DispatchRequest& request, int rank, int num_
   return plan;
 }
 
+DispatchPlan DispatchPlan::along(int max_rows) const {
+  DispatchPlan plan = *this;
+  plan.row_limit = plan.call.common_bound = max_rows;
+  return plan;
+}
+
 void write_fields(int32_t* fields, const DispatchShape& plan, int arena, int capacity, int handle) {
   const DispatchCall& call = plan.call;
   const auto write = [&](CallField field, int value) { fields[static_cast<int>(field)] = value; };

@@ -94,6 +94,8 @@ struct DispatchPlan : DispatchShape {
   int num_ranks;
 
   static DispatchPlan of(const DispatchRequest& request, int rank, int num_ranks);
+  // The same along a route of which no rank has more rows.
+  DispatchPlan along(int max_rows) const;
 };
 
 // The addresses of one dispatch; nullptr for what the call does not have.

@@ -25,11 +25,11 @@ from hybrid_ep.buffers.low_latency import LowLatencyCalls
 from hybrid_ep.buffers.normal_arguments import NormalArguments, Parts, Tokens, as_given, parts_of
 from hybrid_ep.core import kernels
 from hybrid_ep.core.calls import plain_tensors
-from hybrid_ep.core.checks import MAX_BYTES, Passed, require, require_bool, require_int, traits
+from hybrid_ep.core.checks import MAX_BYTES, Passed, require, require_bool, require_int, row_traits, traits
 from hybrid_ep.core.config import Config
 from hybrid_ep.core.event import EventHandle, EventOverlap
 from hybrid_ep.core.layout import compute_layout, layout_by_kernel
-from hybrid_ep.engine.calls import CombineRequest, DispatchedFields, DispatchHandle
+from hybrid_ep.engine.calls import DispatchedFields, DispatchHandle
 
 __all__ = ["Buffer", "topk_idx_t"]
 
@@ -413,8 +413,8 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
             ([torch.Size([4, 128]), torch.Size([4, 1])], [0, 1, 1, -1], torch.Size([4, 128]))
         """
         engine = self.engine
-        sent = parts_of(x)
-        num_sms = _num_sms(config)
+        sent = (x, None, None) if isinstance(x, Tensor) else parts_of(x)
+        num_sms = Buffer._num_sms_without_config if config is None else _sms_of(config)
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
                 require(False, "topk_idx or topk_weights", "given", "None with a handle")
@@ -423,12 +423,13 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
                 require(False, "num_worst_tokens", num_worst_tokens, f"0 or {handle.num_recv}, as with this handle")
             if is_token_in_rank is not None or num_tokens_per_rank is not None or num_tokens_per_expert is not None:
                 self._check_layout_along(handle, is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert)
-            sizes = expert_alignment, num_worst_tokens
-            if previous_event is None and async_finish is False:
-                received = engine.dispatch_cached(self._along(handle, sent, sizes, num_sms), handle)
-                return as_given(received, sent), None, None, None, None, EventOverlap()
+            of_handle = handle.num_tokens, handle.num_topk, handle.num_experts
+            along = "along a handle", traits(*sent, expert_alignment, num_worst_tokens), num_sms, of_handle
+            repeat_along = self._passed.get(along)
+            if repeat_along is not None and previous_event is None and async_finish is False:
+                return as_given(repeat_along(*sent[:2], handle), sent), None, None, None, None, EventOverlap()
             with self._comm_stream.scope(previous_event, async_finish):
-                request = self._along(handle, sent, sizes, num_sms)
+                request = self._along(along, handle, sent, (expert_alignment, num_worst_tokens), num_sms)
                 received = engine.dispatch_cached(request, handle)
             event = self._comm_stream.finish(previous_event, async_finish, (*request.rows, *received))
             return as_given(received, sent), None, None, None, None, event
@@ -437,12 +438,13 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
         sizes = expert_alignment, num_worst_tokens
         given = traits(*sent, topk_idx, topk_weights, *layout, *sizes), num_sms
         repeat = self._passed.get(given)
+        result: DispatchedFields
         if repeat is not None and previous_event is None and async_finish is False:
             # The usual call. It enters as few functions of Python as it can, because each takes the host time.
-            return _shape(repeat(*sent[:2], topk_idx, topk_weights), sent, True, expert_alignment, EventOverlap())
+            result = repeat(sent[0], sent[1], topk_idx, topk_weights)
+            return _shape(result, sent, True, expert_alignment, EventOverlap())
         with self._comm_stream.scope(previous_event, async_finish):
             # Here, because it may copy scales, and make indices.
-            result: DispatchedFields
             if repeat is None:
                 result = self._dispatch(given, sent, topk_idx, topk_weights, layout, sizes, num_sms)
             else:
@@ -542,15 +544,17 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
         engine = self.engine
         self._check_handle(handle)
         biases = () if bias is None else as_biases(bias)
-        self._check_received(x, topk_weights, biases, handle)
-        num_sms = _num_sms(config)
-        if previous_event is None and async_finish is False:
-            combined = engine.combine(_combine_request(x, topk_weights, biases, num_sms), handle)
-            return combined.data, combined.weights, EventOverlap()
+        num_sms = Buffer._num_sms_without_config if config is None else _sms_of(config)
+        of_rows = row_traits(handle.num_recv, x, topk_weights), traits(*biases) if biases else None
+        given = "received", *of_rows, num_sms, handle.num_tokens, handle.num_topk, handle.num_experts
+        repeat = self._passed.get(given)
+        if repeat is not None and previous_event is None and async_finish is False:
+            return *repeat(x, topk_weights, biases, handle), EventOverlap()
         with self._comm_stream.scope(previous_event, async_finish):
-            combined = engine.combine(_combine_request(x, topk_weights, biases, num_sms), handle)
-        tensors = (x, topk_weights, *biases, combined.data, combined.weights)
-        return combined.data, combined.weights, self._comm_stream.finish(previous_event, async_finish, tensors)
+            request = self._received(given, x, topk_weights, biases, num_sms, handle)
+            combined = engine.combine(request, handle)
+        tensors = (x, topk_weights, *biases, *combined)
+        return *combined, self._comm_stream.finish(previous_event, async_finish, tensors)
 
     # DeepEP has separate calls between nodes. Here one call serves any number of domains.
     internode_dispatch = dispatch_pcie = dispatch
@@ -571,17 +575,7 @@ def _shape(
     return tokens, topk_idx if has_topk else None, topk_weights, aligned, handle, event
 
 
-def _combine_request(
-    x: Tensor, topk_weights: Tensor | None, biases: tuple[Tensor, ...], num_sms: int | None
-) -> CombineRequest:
-    weights = None if topk_weights is None else topk_weights.contiguous()
-    terms = tuple([term.contiguous() for term in biases]) if biases else ()
-    return CombineRequest(x.contiguous(), weights, terms, num_sms)
-
-
-def _num_sms(config: Config | None) -> int | None:
-    """SMs that the caller asks for; None = the engine's choice."""
-    if config is None:
-        return Buffer._num_sms_without_config
+def _sms_of(config: Config) -> int:
+    """SMs that the caller asks for."""
     require(isinstance(config, Config), "config", type(config).__name__, "a Config or None")
     return config.num_sms

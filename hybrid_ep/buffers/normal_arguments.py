@@ -16,9 +16,17 @@ from hybrid_ep.buffers.base import (
     check_rows,
     check_weights,
 )
-from hybrid_ep.core.checks import Passed, packed, require, require_int, require_tensor, row_traits, traits
+from hybrid_ep.core.checks import Passed, packed, require, require_int, require_tensor
 from hybrid_ep.core.layout import compute_layout
-from hybrid_ep.engine.calls import CachedDispatchRequest, Dispatched, DispatchHandle, DispatchRequest, Routing, Rows
+from hybrid_ep.engine.calls import (
+    CachedDispatchRequest,
+    CombineRequest,
+    Dispatched,
+    DispatchHandle,
+    DispatchRequest,
+    Routing,
+    Rows,
+)
 from hybrid_ep.errors import ConfigError
 
 __all__ = ["NormalArguments", "Parts", "Tokens", "as_given", "check_sizes", "parts_of"]
@@ -36,20 +44,25 @@ class NormalArguments(BaseBuffer):
     _passed: Passed
 
     def _along(
-        self, handle: DispatchHandle, sent: Parts, sizes: tuple[int, int], num_sms: int | None
+        self,
+        given: object,
+        handle: DispatchHandle,
+        sent: Parts,
+        sizes: tuple[int, int],
+        num_sms: int | None,
     ) -> CachedDispatchRequest:
-        """Checks rows, expert alignment and bound; skipped if such arguments have passed before."""
-        given = "along a handle", traits(*sent, *sizes)
+        """Checks rows, expert alignment and bound; skipped if `given` has passed before."""
         if given in self._passed:
-            rows = rows_of(sent) if sent[1] is not None else Rows(sent[0].contiguous())
-        else:
-            check_sizes(*sizes)
-            rows = checked(sent, self.engine.device)
-            if rows.data.is_cuda:
-                self._passed.add(given)  # no value has been looked at
+            return CachedDispatchRequest(rows_of(sent), num_sms)
+        check_sizes(*sizes)
+        rows = checked(sent, self.engine.device)
         if rows.data.shape[0] != handle.num_tokens:
             require(False, "rows of x", rows.data.shape[0], f"{handle.num_tokens}, as with this handle")
-        return CachedDispatchRequest(rows, num_sms)
+        request = CachedDispatchRequest(rows, num_sms)
+        if rows.data.is_cuda:  # no value has been looked at
+            is_as_given = all(map(operator.is_, rows, sent[:2]))
+            self._passed.add(given, self.engine.repeat_of_cached(request, handle) if is_as_given else None)
+        return request
 
     def _dispatch(
         self,
@@ -101,23 +114,32 @@ class NormalArguments(BaseBuffer):
             self._passed.add(given)  # no value has been looked at
         return rows, routing
 
-    def _check_received(
-        self, x: Tensor, topk_weights: Tensor | None, biases: tuple[Tensor, ...], handle: DispatchHandle
-    ) -> None:
-        """Checks the arguments of a combine; skipped if arguments with the same traits have passed before."""
+    def _received(
+        self,
+        given: object,
+        x: Tensor,
+        topk_weights: Tensor | None,
+        biases: tuple[Tensor, ...],
+        num_sms: int | None,
+        handle: DispatchHandle,
+    ) -> CombineRequest:
+        """Checks the arguments of a combine; skipped if `given` has passed before."""
         num_rows, num_tokens, num_topk = handle.num_recv, handle.num_tokens, handle.num_topk
-        of_biases = traits(*biases) if biases else None
-        given = "received", row_traits(num_rows, x, topk_weights), of_biases, num_tokens, num_topk
-        if given in self._passed:
-            return
-        check_rows("x", x, None, device=self.engine.device)
-        if x.shape[0] != num_rows:
-            require(False, "rows of x", x.shape[0], f"{num_rows}, as received with this handle")
-        if topk_weights is not None:
-            check_weights("topk_weights", topk_weights, (num_rows, num_topk), x.device)
-        check_bias(biases, num_tokens, x.shape[1], x.device)
-        if x.is_cuda:
-            self._passed.add(given)
+        if given not in self._passed:
+            check_rows("x", x, None, device=self.engine.device)
+            if x.shape[0] != num_rows:
+                require(False, "rows of x", x.shape[0], f"{num_rows}, as received with this handle")
+            if topk_weights is not None:
+                check_weights("topk_weights", topk_weights, (num_rows, num_topk), x.device)
+            check_bias(biases, num_tokens, x.shape[1], x.device)
+        weights = None if topk_weights is None else topk_weights.contiguous()
+        terms = tuple([term.contiguous() for term in biases])
+        request = CombineRequest(x.contiguous(), weights, terms, num_sms)
+        if x.is_cuda and given not in self._passed:
+            taken, tensors = (request.data, weights, *terms), (x, topk_weights, *biases)
+            is_as_given = all(map(operator.is_, taken, tensors))
+            self._passed.add(given, self.engine.repeat_of_combine(request, handle) if is_as_given else None)
+        return request
 
     def _routing(
         self,

@@ -45,7 +45,9 @@ from hybrid_ep.engine.calls import (
     LowLatencyHandle,
     Permuted,
     PermuteHandle,
+    RepeatedCombine,
     RepeatedDispatch,
+    RepeatedDispatchAlong,
     RepeatedLowLatencyCombine,
     RepeatedLowLatencyDispatch,
     Routing,
@@ -152,9 +154,24 @@ class Engine(abc.ABC):
     def dispatch_cached(self, request: CachedDispatchRequest, handle: DispatchHandle) -> Rows:
         """Sends ``[T, H]`` along the routes of an earlier dispatch; returns ``[N, H]``."""
 
+    def repeat_of_cached(self, request: CachedDispatchRequest, handle: DispatchHandle) -> RepeatedDispatchAlong | None:
+        """Local: `repeat_of` for a dispatch along a handle.
+
+        Takes rows, scales, and a handle with as many tokens, experts and top-k experts.
+        """
+        return None
+
     @abc.abstractmethod
     def combine(self, request: CombineRequest, handle: DispatchHandle) -> Combined:
         """Brings ``[N, H]`` bf16 rows (and ``[N, W]`` float32 weights) back to their source tokens and sums them."""
+
+    def repeat_of_combine(self, request: CombineRequest, handle: DispatchHandle) -> RepeatedCombine | None:
+        """Local: `repeat_of` for a combine of received rows.
+
+        Takes rows, weights, biases, and a handle with as many tokens, experts and top-k experts. The number of rows may
+        differ.
+        """
+        return None
 
     @abc.abstractmethod
     def dispatch_permuted(self, request: DispatchRequest) -> Permuted:

@@ -36,7 +36,9 @@ __all__ = [
     "LowLatencyHandle",
     "PermuteHandle",
     "Permuted",
+    "RepeatedCombine",
     "RepeatedDispatch",
+    "RepeatedDispatchAlong",
     "RepeatedLowLatencyCombine",
     "RepeatedLowLatencyDispatch",
     "ReplicaMapping",
@@ -432,6 +434,12 @@ DispatchedFields = tuple[
     tuple[Tensor, "Tensor | None"], Tensor, "Tensor | None", "Tensor | list[int] | None", DispatchHandle
 ]
 RepeatedDispatch = Callable[[Tensor, "Tensor | None", Tensor, "Tensor | None"], DispatchedFields]  # Engine.repeat_of
+RepeatedDispatchAlong = Callable[  # Engine.repeat_of_cached
+    [Tensor, "Tensor | None", DispatchHandle], tuple[Tensor, "Tensor | None"]
+]
+RepeatedCombine = Callable[  # Engine.repeat_of_combine
+    [Tensor, "Tensor | None", tuple[Tensor, ...], DispatchHandle], tuple[Tensor, "Tensor | None"]
+]
 
 
 class Permuted(NamedTuple):

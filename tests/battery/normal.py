@@ -12,7 +12,14 @@ from torch import Tensor
 
 import hybrid_ep
 from hybrid_ep.core.quantize import Fp8Format, Nvfp4Format, cast_to_fp8, cast_to_nvfp4
-from hybrid_ep.engine.calls import CombineRequest, DispatchRequest, Routing, Rows
+from hybrid_ep.engine.calls import (
+    CachedDispatchRequest,
+    CombineRequest,
+    DispatchHandle,
+    DispatchRequest,
+    Routing,
+    Rows,
+)
 from tests.battery.cases import Case, Inputs, row_of
 
 if TYPE_CHECKING:
@@ -224,7 +231,7 @@ def _compare_with_steps(engine: CudaEngine, case: Case, inputs: Inputs, rows: Ro
         want_y = engine.combine(CombineRequest(want.rows.data.bfloat16()), want.handle).data
         n = int(engine.rows_by_source(want.handle)[-1])
         wanted = [_bytes(part, n) for part in (*want.rows, want.topk_idx, want.topk_weights)]
-        counts, route = want.num_tokens_per_expert, want.handle.state[3:-1]
+        counts, route = want.num_tokens_per_expert, want.handle.state[3:8]
         del want
         before = engine.traffic.within_domain
         got = repeat(data, rows.scales, topk_idx, weights)
@@ -235,12 +242,45 @@ def _compare_with_steps(engine: CudaEngine, case: Case, inputs: Inputs, rows: Ro
         assert [_bytes(part, n) for part in (*got_rows, got_idx, got_weights)] == wanted
         assert got_rows[0].dtype == rows.data.dtype
         assert bool((got_idx[n:] == -1).all())
-        assert handle.state[3:-1] == route, "the route of the handle"
+        assert handle.state[3:8] == route, "the route of the handle"
         assert got_counts is None if counts is None else torch.as_tensor(got_counts).tolist() == counts.tolist()
         y = engine.combine(CombineRequest(got_rows[0].bfloat16()), handle).data
         equal(y, want_y.cpu(), "combined_x")
         if turn == 3:
             held.clear()
+        _compare_along_with_steps(engine, Rows(data, rows.scales), handle, n, got_weights)
+
+
+def _compare_along_with_steps(
+    engine: CudaEngine, sent: Rows, handle: DispatchHandle, num_rows: int, weights: Tensor | None
+) -> None:
+    """Dispatches along a handle and combines as one call of C++ and in steps."""
+    cached = CachedDispatchRequest(sent, None)
+    begin = engine.traffic.within_domain
+    want = engine.dispatch_cached_in_steps(cached, handle)
+    wanted = [_bytes(part, num_rows) for part in want]
+    num_bytes = engine.traffic.within_domain - begin
+    del want
+    received = engine.repeat_of_cached(cached, handle)(*sent, handle)
+    assert engine.traffic.within_domain - begin == 2 * num_bytes
+    assert [_bytes(part, num_rows) for part in received] == wanted
+    assert received[0].dtype == sent.data.dtype
+    y = received[0].bfloat16()
+    bias = tuple(torch.full((handle.num_tokens, y.shape[1]), i, dtype=y.dtype, device=y.device) for i in (1, 2))
+    for given, added in ((None, ()), (weights, bias[:1]), (weights, bias)):
+        request = CombineRequest(y, given, added)
+        begin = engine.traffic.within_domain
+        want_out, want_weights = engine.combine_in_steps(request, handle)
+        num_bytes = engine.traffic.within_domain - begin
+        repeat = engine.repeat_of_combine(request, handle)
+        with mock.patch.object(engine, "combine_in_steps", side_effect=AssertionError("it has taken steps")):
+            out, out_weights = repeat(y, given, added, handle)
+        assert engine.traffic.within_domain - begin == 2 * num_bytes
+        equal(out, want_out.cpu(), "combined_x")
+        assert (out_weights is None) == (given is None)
+        if out_weights is not None:
+            assert want_weights is not None
+            equal(out_weights, want_weights.cpu(), "combined_topk_weights")
 
 
 def unread_values() -> AbstractContextManager[object]:

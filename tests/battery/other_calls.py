@@ -202,8 +202,10 @@ def check_refused_calls_leave_nothing_to_do(device: str = "cpu") -> None:
             )
 
         *_, handle = call(4)
-        chunk = handle.permute.dispatch.state.chunk
-        chunk.memory[chunk.memory.numel() - chunk.num_left :] = 255
+        route = handle.permute.dispatch.state
+        chunk, free = buffer.engine._routes.take(1, route.stream, alone=False)  # type: ignore[attr-defined]
+        assert chunk is route.chunk
+        chunk.memory[free - chunk.memory.data_ptr() :] = 255
         rows, _, _, counts, handle = call(8 if rank else 4)
         if device == "cuda":
             torch.cuda.synchronize()

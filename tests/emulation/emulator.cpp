@@ -401,3 +401,6 @@ void launch(const Grid& grid, const std::function<void()>& kernel) {
 }
 
 }  // namespace emulated
+
+extern "C" __attribute__((visibility("default"))) int64_t emulated_num_records() { return emulated::num_records; }
+extern "C" __attribute__((visibility("default"))) int64_t emulated_num_waits() { return emulated::num_waits; }

@@ -6,6 +6,7 @@
 // nowhere, a barrier that not all threads reach.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -69,6 +70,16 @@ bool leaves_out(const char* step);
 
 // Whether a stream has work that a launch has left behind.
 inline std::function<bool()> stream_is_busy;
+
+// The capture that a stream belongs to; 0: none.
+inline std::function<unsigned long long(void* stream)> capture_of;
+
+// Called when a stream waits for an event, with the stream that the event was last recorded on.
+inline std::function<void(void* stream, void* recorded_on)> on_wait;
+
+// How often events were recorded, and streams have waited for one. A module exports them as emulated_num_records() and
+// emulated_num_waits().
+inline std::atomic<int64_t> num_records{0}, num_waits{0};
 
 // Kills this process, as a rank that is lost inside a kernel: see steps.py. Returns false, as a wait that failed.
 bool end_process();

@@ -62,7 +62,6 @@ def install(module_path: str) -> None:
         low_latency_between,
         low_latency_faults,
         low_latency_masks,
-        order,
         route,
         symmetric,
     )
@@ -70,10 +69,10 @@ def install(module_path: str) -> None:
     select._cuda_obstacle = lambda: None
     nvshmem._native = lru_cache(1)(lambda: _load("_nvshmem", _beside(module_path)))
     choice._nvshmem_state = lambda: TransportState("nvshmem", True, None, "", dist.get_world_size())
-    for module in (arena, between, order, route):
-        module.current_raw_stream = lambda _: 0
+    for module in (arena, between, engine, route):
+        module.current_raw_stream = lambda _: stream.cuda_stream
     of_low_latency = (low_latency, low_latency_between, low_latency_faults, low_latency_masks)
-    for module in (arena, between, engine, experts, *of_low_latency, order):
+    for module in (arena, between, engine, experts, *of_low_latency):
         module.is_capturing = lambda _: False
     engine.torch = between.torch = experts.torch = _TorchOnCpu("torch on the CPU")
     symmetric.SymmetricMemory._map = staticmethod(_map)

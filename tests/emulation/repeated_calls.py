@@ -1,8 +1,9 @@
-"""Low-latency calls that repeat an earlier one, with tensors whose values are not checked, as on a GPU."""
+"""Calls that repeat an earlier one, with tensors whose values are not checked, as on a GPU."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 import hybrid_ep
 from hybrid_ep import ConfigError, env
-from tests.battery import low_latency
+from tests.battery import low_latency, normal
 from tests.battery.cases import Case
 from tests.battery.normal import equal, make_buffer, unread_values
 
@@ -26,6 +27,7 @@ __all__ = [
     "check_faults",
     "check_hooks_at_once",
     "check_hooks_between",
+    "check_normal_calls",
     "check_refused_launch",
     "check_two_buffers",
 ]
@@ -176,21 +178,42 @@ def check_faults() -> None:
             assert not calls.is_open
 
 
+@contextlib.contextmanager
+def _on_stream(number: int) -> Iterator[None]:
+    """Makes another stream the current one."""
+    stream: Any = torch.cuda.current_stream()
+    with mock.patch.object(stream, "cuda_stream", number):
+        yield
+
+
+def _num_done(what: str) -> int:
+    """How often events were recorded, or streams have waited for one, in this process."""
+    from hybrid_ep import _cuda
+
+    return int(ctypes.CDLL(str(_cuda.__file__))[f"emulated_num_{what}"]())
+
+
 def check_events() -> None:
-    """Each call records the event that a launch on another stream waits for, once there is one."""
-    case, num_recorded = _case("events"), torch.zeros(1, dtype=torch.int64)
+    """Each call records the event that a launch on another stream waits for, once there is one. Others wait for it."""
+    case = _case("events")
     with unread_values(), make_buffer(case, low_latency_mode=True) as buffer:
         calls = _Calls(case, buffer)
+        begin = _num_done("records")
         calls.check_step()
         calls.check_step()
-        calls.buffer.engine._order.free_event = num_recorded.data_ptr()  # type: ignore[attr-defined]
-        for step in range(1, 4):
-            calls.check_step()
-            assert num_recorded == 2 * step
+        assert _num_done("records") == begin, "all on one stream"
+        for stream in (1, 0):
+            begun = _num_done("records"), _num_done("waits")
+            with _on_stream(stream):
+                calls.check_step()
+                assert calls.is_open
+                calls.check_step()
+            more = 1 if stream == 1 else 0  # no event followed the launches before
+            assert (_num_done("records") - begun[0], _num_done("waits") - begun[1]) == (4 + more, 1)
         calls.check_hooked_step()
-        num_recorded.zero_()
+        begin = _num_done("records")
         calls.check_hooked_step()
-        assert num_recorded == 4
+        assert _num_done("records") == begin + 4
 
 
 @contextlib.contextmanager
@@ -228,7 +251,7 @@ def check_allocations_let_others_call() -> None:
     with _calls_with(dispatch_within, case) as calls:
         calls.check_step()
         results = []
-        for i in range(40):  # sixteen share memory: the last piece is that of one dispatch, and of the other
+        for i in range(40):
             wanted = i != 20
             results.append(calls.dispatch())
         assert len(within) == 39
@@ -283,7 +306,7 @@ def check_allocations_let_others_send() -> None:
 
 
 def check_two_buffers() -> None:
-    """Two buffers take turns, and a normal call comes between: each call of another buffer is ordered after."""
+    """Two buffers take turns on streams of their own: each first call waits for the other buffer's last one."""
     case = _case("turns")
     with (
         unread_values(),
@@ -291,11 +314,87 @@ def check_two_buffers() -> None:
         make_buffer(case, low_latency_mode=True) as other,
     ):
         both = [_Calls(case, buffer) for buffer in (one, other)]
-        for _ in range(3):
-            for calls in both:
-                calls.check_step()
-                calls.check_step()
-                order = calls.buffer.engine._order  # type: ignore[attr-defined]
-                assert order.free_stream is not None
-                waiting = both[calls is both[0]].buffer.engine._order  # type: ignore[attr-defined]
-                assert waiting.free_stream is None
+        for turn in range(3):
+            for stream, calls in enumerate(both):
+                begin = _num_done("waits")
+                with _on_stream(stream):
+                    calls.check_step()
+                    calls.check_step()
+                assert _num_done("waits") - begin == (turn + stream > 0)
+
+
+def check_normal_calls() -> None:
+    """Normal calls are one call of C++, and each records an event. They take steps on another stream, or in a fault."""
+    from hybrid_ep.engine.cuda.route import Chunk
+
+    case = Case("normal", dist.get_world_size(), 12)
+    inputs, rank = case.inputs(dist.get_rank()), dist.get_rank()
+    want = normal.expected_combine(case, rank)
+    with unread_values(), make_buffer(case) as buffer:
+        engine: Any = buffer.engine
+        bound = 12 * case.num_ranks
+
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(inputs.topk_idx, case.num_experts)
+
+        def received(topk_idx: torch.Tensor = inputs.topk_idx, bound: int = 0) -> tuple[torch.Tensor, Any]:
+            recv_x, *_, handle, _ = buffer.dispatch(
+                inputs.x,
+                num_tokens_per_rank=per_rank,
+                is_token_in_rank=in_rank,
+                num_tokens_per_expert=per_expert,
+                topk_idx=topk_idx,
+                topk_weights=inputs.topk_weights,
+                num_worst_tokens=bound,
+            )
+            return recv_x, handle
+
+        def check_step() -> None:
+            for num_rows in (0, bound):
+                recv_x, handle = received(bound=num_rows)
+                rows = normal.returned(case, rank, case.reference().received(rank))
+                x = torch.cat([rows, torch.zeros(len(recv_x) - len(rows), rows.shape[1], dtype=rows.dtype)])
+                buffer.dispatch(inputs.x, handle=handle)
+                equal(buffer.combine(x, handle)[0], want, "combined_x")
+
+        steps = [
+            mock.patch.object(engine, f"{name}_in_steps", wraps=getattr(engine, f"{name}_in_steps"))
+            for name in ("dispatch", "dispatch_cached", "combine")
+        ]
+        with steps[0] as dispatches, steps[1] as cached, steps[2] as combines:
+
+            def taken() -> list[int]:
+                counts = [made.call_count for made in (dispatches, cached, combines)]
+                for made in (dispatches, cached, combines):
+                    made.reset_mock()
+                return counts
+
+            for _ in range(3):
+                check_step()
+            taken()
+            check_step()
+            assert taken() == [0, 0, 0]
+            with _on_stream(1):  # from now on events are recorded
+                check_step()
+            taken()
+            begin = _num_done("records")
+            check_step()
+            # Six calls, and the slots of four results.
+            assert (taken(), _num_done("records") - begin) == ([0, 0, 0], 10)
+
+            handle = received()[1]
+            x = torch.zeros(handle.num_recv, case.hidden, dtype=torch.bfloat16)
+            taken()
+            with _on_stream(1), mock.patch.object(Chunk, "note_use") as note_use:
+                buffer.dispatch(inputs.x, handle=handle)
+                buffer.combine(x, handle)
+            assert (taken(), note_use.call_count) == ([0, 1, 1], 2)
+
+            wrong = inputs.topk_idx.clone()
+            wrong[0, 0] = case.num_experts
+            received(wrong, bound)
+            with pytest.raises(ConfigError, match=f"has {case.num_experts}; allowed"):
+                buffer.combine(x, handle)
+            assert taken() == [0, 0, 1]
+            check_step()
+            check_step()
+            assert taken() == [0, 0, 0]

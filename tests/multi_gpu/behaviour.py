@@ -227,18 +227,18 @@ def check_other_streams() -> None:
             (hybrid, by_expert, lambda rows, handle: hybrid.combine_with_unpermute(hidden=rows, handle=handle)),
         ]
         for owner, make, use in calls:
-            chunks = owner.engine._routes._chunks
-            chunks.clear()
+            routes = owner.engine._routes
+            routes.clear()
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
             rows, handle = make()
-            (chunk,) = chunks.values()
+            chunk = (handle.permute.dispatch if owner is hybrid else handle).state.chunk
             begin, size = chunk.memory.data_ptr(), chunk.memory.nbytes
             with torch.cuda.stream(other):
                 use(rows, handle)
                 torch.cuda._sleep(200_000_000)
             del rows, handle, chunk
-            chunks.clear()
+            routes.clear()
             taken = torch.empty(size, dtype=torch.uint8, device="cuda")
             assert taken.data_ptr() != begin
             torch.cuda.synchronize()

@@ -308,7 +308,7 @@ def check_errors_keep_no_slot() -> None:
         ]
         free = engine._arena.num_free
         assert free > 0
-        points: list[tuple[Any, str]] = [(engine._routes, "take"), (engine, "_communicator")]
+        points: list[tuple[Any, str]] = [(engine, "_routes"), (engine, "_communicator")]
         if engine.grid.num_domains > 1:
             points += [
                 (engine, "_between"),

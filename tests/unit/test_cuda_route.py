@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
 pytest.importorskip("hybrid_ep._cuda")
-from hybrid_ep.engine.cuda.route import Chunk, RouteMemory
+from hybrid_ep.engine.cuda.route import Chunk, route_memory
 
 CPU = torch.device("cpu")
 
@@ -24,7 +26,7 @@ class RecordedMemory:
 
 
 def test_pieces_stand_side_by_side() -> None:
-    memory = RouteMemory(CPU)
+    memory = route_memory(CPU)
     chunk, first = memory.take(33, 7, alone=False)
     same, second = memory.take(32, 7, alone=False)
     assert same is chunk
@@ -36,24 +38,38 @@ def test_pieces_stand_side_by_side() -> None:
 
 
 def test_a_piece_never_passes_the_end() -> None:
-    memory = RouteMemory(CPU)
+    memory = route_memory(CPU)
     chunk, _ = memory.take(1, 7, alone=False)
     size = chunk.memory.nbytes
-    held = chunk.num_left // 4
-    assert memory.take(held + 1, 7, alone=False)[0] is not chunk
+    ints_left = (size - 128) // 4
+    assert memory.take(ints_left + 1, 7, alone=False)[0] is not chunk
     large, begin = memory.take(size, 7, alone=False)
     assert (large.memory.nbytes, begin) == (4 * size, large.memory.data_ptr())
+    chunk, first = memory.take(1, 8, alone=False)
+    assert memory.take(ints_left, 8, alone=False) == (chunk, first + 128), "the last piece"
+    assert memory.take(1, 8, alone=False)[0] is not chunk
 
 
 def test_a_piece_alone_has_its_chunk_for_itself() -> None:
-    memory = RouteMemory(CPU)
+    memory = route_memory(CPU)
     alone, begin = memory.take(33, 7, alone=True)
-    assert (alone.memory.nbytes, alone.num_left, begin) == (256, 0, alone.memory.data_ptr())
+    assert (alone.memory.nbytes, begin) == (256, alone.memory.data_ptr())
     assert memory.take(33, 7, alone=False)[0] is not alone
 
 
+def test_dropped_chunks_live_as_long_as_their_pieces() -> None:
+    memory = route_memory(CPU)
+    chunk, _ = memory.take(1, 7, alone=False)
+    kept = weakref.ref(chunk)
+    memory.clear()
+    assert memory.take(1, 7, alone=False)[0] is not chunk
+    assert kept() is chunk
+    del chunk
+    assert kept() is None
+
+
 def test_a_chunk_is_kept_for_every_stream_that_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    chunk, memory = Chunk(256, CPU, 7), RecordedMemory()
+    chunk, memory = Chunk(CPU, 256, 7), RecordedMemory()
     chunk.memory = memory  # type: ignore[assignment]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the current stream")
     chunk.note_use(7)

@@ -19,7 +19,10 @@ void add_communicator(pybind11::module_& module);
 void add_local_kernels(pybind11::module_& module);
 void add_low_latency(pybind11::module_& module);
 void add_new_tensor(pybind11::module_& module);
+void add_normal_calls(pybind11::module_& module);
+void add_ordered_launches(pybind11::module_& module);
 void add_push_rows(pybind11::module_& module);
+void add_route_memory(pybind11::module_& module);
 void add_slot_pool(pybind11::module_& module);
 
 // The kernels in a capsule that another module has passed; with None, this module's kernels.

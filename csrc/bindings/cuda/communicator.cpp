@@ -135,6 +135,8 @@ py::object fields_of(const HostCounts* host_counts) {
 
 void add_communicator(py::module_& module) {
   add_plans(module);
+  module.attr("dispatch_number_bits") = kDispatchNumberBits;
+  module.def("dispatch_number", &dispatch_number, py::arg("buffer"), py::arg("number"));
 
   py::enum_<FaultKind>(module, "FaultKind")
       .value("TIMEOUT", FaultKind::kTimeout)

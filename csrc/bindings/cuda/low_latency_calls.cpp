@@ -9,14 +9,12 @@
 #include "bindings/cuda/address.h"
 #include "bindings/cuda/low_latency.h"
 #include "bindings/cuda/new_tensor.h"
-#include "common/cuda_check.h"
+#include "bindings/cuda/ordered_launches.h"
+#include "bindings/cuda/route_memory.h"
 
 namespace hybrid_ep::bindings {
 namespace py = pybind11;
 namespace {
-
-constexpr int64_t kResultsAlignBytes = 128;  // a cache line
-constexpr int kResultsAtOnce = 16;           // dispatches whose memory is taken together
 
 // Which buffers of one kind are in use: sent into and not yet received from.
 class BuffersInUse {
@@ -51,15 +49,14 @@ struct Opened {
 struct Launch {
   std::shared_ptr<const Opened> opened;
   BuffersInUse& buffers;
-  uintptr_t stream;  // the current one
+  cudaStream_t stream;  // the current one
 };
 
 // Whether a repeated call may be launched, and with what. Closed, none may.
 class RepeatedCalls {
  public:
-  // `order` is a LaunchOrder. `current_stream` returns the calling thread's stream as an integer.
-  RepeatedCalls(const Communicator& communicator, py::object order, py::object current_stream)
-      : communicator_(communicator), order_(std::move(order)), current_stream_(std::move(current_stream)) {}
+  RepeatedCalls(const Communicator& communicator, OrderedLaunches& launches)
+      : communicator_(communicator), launches_(launches) {}
 
   void open(const py::object& region, const py::object& dispatches, const py::object& combines, uint32_t counter) {
     opened_ = std::make_shared<Opened>(Opened{region.cast<LowLatencyRegion&>(), dispatches.cast<BuffersInUse&>(),
@@ -69,38 +66,34 @@ class RepeatedCalls {
   void close() { opened_.reset(); }
   bool is_open() const { return opened_ != nullptr; }
 
-  // nullopt: no call of this kind may be launched on the current stream.
+  // Begins a call on the current stream. nullopt: no call of this kind may be launched.
   std::optional<Launch> begin(const LowLatencyPlan& plan, LowLatencyKind kind) const {
     if (!is_open()) return std::nullopt;
     BuffersInUse& buffers = kind == LowLatencyKind::kDispatch ? opened_->dispatches : opened_->combines;
     if (buffers.are_in_flight() || !opened_->region.covers(plan)) return std::nullopt;
-    const std::optional<uintptr_t> stream = free_stream();
-    if (!stream) return std::nullopt;
-    return Launch{opened_, buffers, *stream};
+    const cudaStream_t stream = launches_.current();
+    if (opened_->region.is_capturing(stream)) return std::nullopt;
+    launches_.order().begin_low_latency(stream);
+    return Launch{opened_, buffers, stream};
   }
-  // Whether the receive of a launch may follow on the stream of its send.
-  bool may_receive(const Launch& sent) const { return sent.opened == opened_ && free_stream() == sent.stream; }
+  // Begins the receive of a launch. Returns false where it may not follow, or not on the stream of its send.
+  bool begin_receive(const Launch& sent) const {
+    const cudaStream_t stream = launches_.current();
+    if (sent.opened != opened_ || sent.stream != stream || opened_->region.is_capturing(stream)) return false;
+    launches_.order().begin_low_latency(stream);
+    return true;
+  }
   // Must be called after each launch. Returns whether a kernel has reported a fault.
-  bool end(uintptr_t stream) const {
-    if (const auto event = order_.attr("free_event").cast<std::optional<uintptr_t>>()) {
-      check_cuda(cudaEventRecord(reinterpret_cast<cudaEvent_t>(*event), stream_of(stream)), "cudaEventRecord");
-    }
+  bool end() const {
+    launches_.order().end();
     return communicator_.has_fault();
   }
 
   int device() const { return communicator_.device(); }
 
  private:
-  // The current stream; nullopt: a launch on it needs more than this path does. It is open.
-  std::optional<uintptr_t> free_stream() const {
-    const auto free_stream = order_.attr("free_stream").cast<std::optional<uintptr_t>>();
-    const auto stream = current_stream_(device()).cast<uintptr_t>();
-    if (free_stream != stream || opened_->region.is_capturing(stream_of(stream))) return std::nullopt;
-    return stream;
-  }
-
   const Communicator& communicator_;
-  py::object order_, current_stream_;
+  OrderedLaunches& launches_;
   std::shared_ptr<const Opened> opened_;
 };
 
@@ -134,12 +127,12 @@ class ReceiveHook {
   // Receives, if nothing else is to be done. Returns whether it has, and no kernel has reported a fault. After false
   // the hook must be called, too.
   bool at_once() {
-    if (has_launched_ || !shape_.calls.may_receive(sent_)) return false;
-    receive_(stream_of(sent_.stream));
+    if (has_launched_ || !shape_.calls.begin_receive(sent_)) return false;
+    receive_(sent_.stream);
     has_launched_ = true;
     sent_.buffers.note_received(idx_);
     state_.attr("is_received") = true;
-    return !shape_.calls.end(sent_.stream);
+    return !shape_.calls.end();
   }
 
   void call() {
@@ -165,19 +158,18 @@ class ReceiveHook {
 
 class RepeatedDispatch {
  public:
-  // A dispatch fills `num_ints` beside its rows. Rows without scales have no `make_scales`. `take` is RouteMemory.take.
-  // `make_state` makes a LowLatencyState of a chunk, an address of results, a stream, and whether rows are received.
+  // A dispatch fills `num_ints` of `results` beside its rows. Rows without scales have no `make_scales`. `make_state`
+  // makes a LowLatencyState of a chunk, an address of results, a stream, and whether rows are received.
   RepeatedDispatch(const RepeatedCalls& calls, py::object engine, bool has_hook, const LowLatencyPlan& plan,
                    int num_tokens, int64_t num_ints, const NewTensor& make_rows,
-                   const std::optional<NewTensor>& make_scales, py::object take, py::object make_state)
+                   const std::optional<NewTensor>& make_scales, RouteMemory& results, py::object make_state)
       : shape_{calls, std::move(engine), has_hook, /*holds_overflow=*/true},
         plan_(plan),
         num_tokens_(num_tokens),
-        results_bytes_((num_ints * static_cast<int64_t>(sizeof(int32_t)) + kResultsAlignBytes - 1) /
-                       kResultsAlignBytes * kResultsAlignBytes),
+        num_ints_(num_ints),
         make_rows_(make_rows),
         make_scales_(make_scales),
-        take_(std::move(take)),
+        results_(results),
         make_state_(std::move(make_state)) {}
 
   // Returns rows, scales, counts, the memory of the results, the state, and `finish` as the engine does. None: the call
@@ -185,12 +177,9 @@ class RepeatedDispatch {
   py::object call(Address rows, Address topk_idx, Address global_scale, const py::object& wait_stats) {
     const std::optional<Launch> launch = shape_.calls.begin(plan_, LowLatencyKind::kDispatch);
     if (!launch || rows % kRowAlignBytes != 0) return py::none();
-    const uintptr_t stream = launch->stream;
-    if (num_left_ == 0 || stream != stream_) take_results(stream);
+    const auto stream = reinterpret_cast<uintptr_t>(launch->stream);
     // Before tensors are made: torch may let another thread call meanwhile.
-    const py::object chunk = chunk_, memory = memory_;
-    const uintptr_t results = std::exchange(results_, results_ + results_bytes_);
-    --num_left_;
+    const auto [chunk, memory, results] = results_.take(num_ints_, stream, /*alone=*/false);
     uintptr_t received_at = 0, scales_at = 0;
     const py::object received = make_rows_.make(&received_at);
     const py::object scales = make_scales_ ? make_scales_->make(&scales_at) : py::none();
@@ -203,45 +192,32 @@ class RepeatedDispatch {
     auto* const tables = pointer<int32_t>(results);
     py::object finish = py::none();
     if (shape_.has_hook) {
-      region.send_tokens(plan_, idx, out, tables, stream_of(stream));
+      region.send_tokens(plan_, idx, out, tables, launch->stream);
       const auto receive = [&region, plan = plan_, idx, in, tables](cudaStream_t on) {
         region.receive_tokens(plan, idx, in, tables, on);
       };
       launch->buffers.note_sent();
-      shape_.calls.end(stream);  // a fault is left to the receive
+      shape_.calls.end();  // a fault is left to the receive
       const py::tuple kept = py::make_tuple(received, scales, wait_stats);
       finish = py::cast(ReceiveHook(shape_, *launch, idx, receive, state, kept));
     } else {
-      region.dispatch_tokens(plan_, idx, out, in, tables, stream_of(stream));
+      region.dispatch_tokens(plan_, idx, out, in, tables, launch->stream);
       launch->buffers.note_done();
-      if (shape_.calls.end(stream)) finish = shape_.end_call();
+      if (shape_.calls.end()) finish = shape_.end_call();
     }
     const py::object counts = make_counts(plan_, memory, results, shape_.calls.device());
     return py::make_tuple(received, scales, counts, memory, state, finish);
   }
 
  private:
-  void take_results(uintptr_t stream) {
-    const int64_t num_ints = kResultsAtOnce * results_bytes_ / static_cast<int64_t>(sizeof(int32_t));
-    const py::tuple taken = take_(num_ints, stream, py::arg("alone") = false);
-    chunk_ = taken[0];
-    memory_ = chunk_.attr("memory");
-    results_ = taken[1].cast<uintptr_t>();
-    num_left_ = kResultsAtOnce;
-    stream_ = stream;
-  }
-
   RepeatedShape shape_;
   LowLatencyPlan plan_;
   int num_tokens_;
-  int64_t results_bytes_;
+  int64_t num_ints_;
   NewTensor make_rows_;
   std::optional<NewTensor> make_scales_;
-  py::object take_, make_state_;
-  // What the next dispatches on `stream_` fill.
-  py::object chunk_, memory_;
-  uintptr_t results_ = 0, stream_ = 0;
-  int num_left_ = 0;
+  RouteMemory& results_;
+  py::object make_state_;
 };
 
 class RepeatedCombine {
@@ -263,7 +239,7 @@ class RepeatedCombine {
     const uintptr_t weights_at = address_of(topk_weights);
     uintptr_t out_at = address_of(out);
     const bool is_aligned = (rows | weights_at | out_at) % kRowAlignBytes == 0;
-    if (!launch || launch->stream != stream || !is_aligned) return py::none();
+    if (!launch || launch->stream != stream_of(stream) || !is_aligned) return py::none();
     if (out.is_none()) out = make_out_.make(&out_at);
     if (launch->buffers.are_in_flight()) return py::none();  // as above
     LowLatencyRegion& region = launch->opened->region;
@@ -278,13 +254,13 @@ class RepeatedCombine {
         region.sum_rows(plan, idx, to_sum, waits, on);
       };
       launch->buffers.note_sent();
-      shape_.calls.end(stream);  // as above
+      shape_.calls.end();  // as above
       const py::tuple kept = py::make_tuple(topk_idx, topk_weights, out, wait_stats);
       finish = py::cast(ReceiveHook(shape_, *launch, idx, receive, state, kept));
     } else {
       region.combine_rows(plan, idx, home, min_tokens_to_sum_, to_sum, waits, stream_of(stream));
       launch->buffers.note_done();
-      if (shape_.calls.end(stream)) finish = shape_.end_call();
+      if (shape_.calls.end()) finish = shape_.end_call();
     }
     return py::make_tuple(out, finish);
   }
@@ -308,8 +284,8 @@ void add_low_latency_calls(py::module_& module) {
       .def("note_received", &BuffersInUse::note_received, py::arg("idx"))
       .def("note_done", &BuffersInUse::note_done);
   py::class_<RepeatedCalls>(module, "RepeatedLowLatencyCalls")
-      .def(py::init<const Communicator&, py::object, py::object>(), py::arg("communicator"), py::arg("order"),
-           py::arg("current_stream"), py::keep_alive<1, 2>())
+      .def(py::init<const Communicator&, OrderedLaunches&>(), py::arg("communicator"), py::arg("order"),
+           py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
       .def("open", &RepeatedCalls::open, py::arg("region"), py::arg("dispatches"), py::arg("combines"),
            py::arg("counter"))
       .def("close", &RepeatedCalls::close)
@@ -319,10 +295,10 @@ void add_low_latency_calls(py::module_& module) {
       .def("__call__", &ReceiveHook::call);
   py::class_<RepeatedDispatch>(module, "RepeatedLowLatencyDispatch")
       .def(py::init<const RepeatedCalls&, py::object, bool, const LowLatencyPlan&, int, int64_t, const NewTensor&,
-                    const std::optional<NewTensor>&, py::object, py::object>(),
+                    const std::optional<NewTensor>&, RouteMemory&, py::object>(),
            py::arg("calls"), py::arg("engine"), py::arg("has_hook"), py::arg("plan"), py::arg("num_tokens"),
-           py::arg("num_ints"), py::arg("make_rows"), py::arg("make_scales"), py::arg("take"), py::arg("make_state"),
-           py::keep_alive<1, 2>())
+           py::arg("num_ints"), py::arg("make_rows"), py::arg("make_scales"), py::arg("results"), py::arg("make_state"),
+           py::keep_alive<1, 2>(), py::keep_alive<1, 10>())
       .def("__call__", &RepeatedDispatch::call, py::arg("rows"), py::arg("topk_idx"), py::arg("global_scale"),
            py::arg("wait_stats"));
   py::class_<RepeatedCombine>(module, "RepeatedLowLatencyCombine")

@@ -61,7 +61,7 @@ bool can_import_float8() {
   }
 }
 
-// Whether torch makes tensors of e4m3fn from DLPack. Where it does not, they are bytes.
+// Whether torch makes tensors of e4m3fn from DLPack.
 bool takes_float8() {
   PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<bool> takes;
   return takes.call_once_and_store_result(&can_import_float8).get_stored();
@@ -71,7 +71,10 @@ bool takes_float8() {
 
 py::object make_tensor(uintptr_t address, std::vector<int64_t> shape, ElementType type, int device,
                        std::function<void()> release) {
-  if (type.code == kFloat8 && !takes_float8()) type = {kBytes, 8};
+  if (type.code == kFloat8 && !takes_float8()) {
+    return make_tensor(address, std::move(shape), {kBytes, 8}, device, std::move(release))
+        .attr("view")(py::module_::import("torch").attr("float8_e4m3fn"));
+  }
   const dlpack::ExchangeApi* api = exchange_api();
   if (api == nullptr) {
     return py::module_::import("torch").attr("from_dlpack")(

@@ -43,7 +43,7 @@ class DispatchOutput(NamedTuple):
     """The tensors that a dispatch wrote to a slot and to the memory of its route; None for those that it has not.
 
     Attributes:
-        rows: ``[n, H]``; e4m3 as uint8.
+        rows: ``[n, H]``.
         experts: ``[n, K]`` int64 local experts. Experts, weights and scales are here only if rows are by source.
         weights: ``[n, K]`` float32.
         scales: ``[n, …]``.
@@ -95,7 +95,7 @@ class SlotLease:
     def output_between(self, plan: _cuda.DispatchShape, num_rows: int) -> DispatchOutput:
         """Returns the output of a dispatch between domains: the tensors of the slot, without those of the route."""
         assert self._pool is not None
-        output = DispatchOutput(*self._pool.tensors_between(self.slot_idx, plan, num_rows), None, None, None)
+        output = DispatchOutput(*self._pool.tensors_between(self.slot_idx, plan, num_rows))
         self._pool = None
         return output
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from hybrid_ep import _cuda, env
 from hybrid_ep.core.board import Board
 from hybrid_ep.core.geometry import RankGrid
-from hybrid_ep.core.streams import is_capturing
+from hybrid_ep.core.streams import current_raw_stream, is_capturing
 from hybrid_ep.engine.agreement import ABSENT
 from hybrid_ep.engine.base import one_at_a_time
 from hybrid_ep.engine.blame import Blame
@@ -37,10 +37,8 @@ from hybrid_ep.engine.cuda.arena import Arena, DispatchOutput, SlotLease
 from hybrid_ep.engine.cuda.between_combine import combine
 from hybrid_ep.engine.cuda.between_faults import BetweenFaults
 from hybrid_ep.engine.cuda.between_route import BetweenRoute, RouteSizes
-from hybrid_ep.engine.cuda.faults import dispatch_number
 from hybrid_ep.engine.cuda.low_latency_between import LowLatencyBetween, OpenedLink
 from hybrid_ep.engine.cuda.low_latency_choice import LowLatencyChoice
-from hybrid_ep.engine.cuda.order import LaunchOrder
 from hybrid_ep.engine.cuda.plan import (
     CombineShape,
     DispatchShape,
@@ -51,7 +49,7 @@ from hybrid_ep.engine.cuda.plan import (
     shape_of,
 )
 from hybrid_ep.engine.cuda.refuse import refuse_between
-from hybrid_ep.engine.cuda.route import HostCounts, RouteMemory, address, aligned_rows, as_sent
+from hybrid_ep.engine.cuda.route import HostCounts, address, aligned_rows, route_memory
 from hybrid_ep.engine.cuda.symmetric import SymmetricMemory, map_peers_of
 from hybrid_ep.engine.losses import Losses
 from hybrid_ep.engine.refusals import Refusals
@@ -129,13 +127,13 @@ class CudaBetween(LowLatencyChoice):
             kernels=self._link.kernels,
         )
         self._arena = Arena(roll_call, self.device, self._communicator, env.POOL_SLOTS.get())
-        self._routes = RouteMemory(self.device)
+        self._routes = route_memory(self.device)
         # Dispatches are numbered among calls of every kind: after ranks have made different ones, numbers agree again.
         self._num_launches = 0
         self._refused = Refusals(Board.of(group).at(f"buffer {number}/refused calls"), grid.rank)
         blame = Blame(Board.of(group).at(f"buffer {number}/calls"), grid.rank, timeout_s, grace_s=_GRACE_S)
         self._faults = BetweenFaults(grid, self._link, blame, self._refused)
-        self._order = LaunchOrder(self._index)
+        self._order = _cuda.LaunchOrder(self._index, current_raw_stream)
         self._late: HybridEPError | None = None  # error of an earlier call; raised after the next launch
         self._held_capacity = 0  # records that calls without a bound have needed
         if env.LOW_LATENCY_BETWEEN.get() == "cuda":
@@ -217,7 +215,7 @@ class CudaBetween(LowLatencyChoice):
                 assert host_counts is not None
                 num_rows = host_counts.num_recv, host_counts.max_recv, host_counts.max_sent
                 crossed = host_counts.num_sent_away, host_counts.num_sent_between
-            number = dispatch_number(self.number, self._num_launches)
+            number = _cuda.dispatch_number(self.number, self._num_launches)
             route = BetweenRoute(chunk, base, sizes, held_capacity, *num_rows, crossed, number)
             self._count_traffic(route, plan.record_bytes)
             matrix = route.rank_prefix_matrix()
@@ -227,7 +225,7 @@ class CudaBetween(LowLatencyChoice):
             lease.give_back()
         assert output.experts is not None
         handle = DispatchHandle(matrix, num_tokens, route.num_recv, num_experts, num_topk, self.grid, route)
-        received = Rows(as_sent(output.rows, rows.data), output.scales)
+        received = Rows(output.rows, output.scales)
         return Dispatched(received, output.experts, output.weights, reported, handle)
 
     def _held_capacity_for(self, sizes: RouteSizes, max_rows: int | None) -> int:
@@ -272,7 +270,7 @@ class CudaBetween(LowLatencyChoice):
             self._end_launch()
         finally:
             lease.give_back()
-        return Rows(as_sent(output.rows, request.rows.data), output.scales)
+        return Rows(output.rows, output.scales)
 
     def _lease_larger(
         self, lease: SlotLease, plan: _cuda.DispatchShape, host_counts: HostCounts, stream: int

@@ -22,7 +22,7 @@ from hybrid_ep.engine.cuda.route import PermuteState, Route, aligned
 if TYPE_CHECKING:
     from hybrid_ep.engine.cuda.engine import CudaEngine
 
-__all__ = ["combine", "combine_permuted"]
+__all__ = ["combine", "combine_permuted", "results_of"]
 
 
 def combine(engine: CudaEngine, request: CombineRequest, handle: DispatchHandle) -> Combined:
@@ -75,7 +75,7 @@ def _combine(
     if not arena.holds(num_bytes):
         arena.ensure(num_bytes, lambda: _compare(engine, shape, route.number, stream))
     arena.note_use(stream)
-    make_out, make_weights = _results_of(shape, engine.device)
+    make_out, make_weights = results_of(shape, engine.device)
     out, out_weights = make_out(), None if weights is None else make_weights()
     bias_0, bias_1 = (*map(aligned, bias), None, None)[:2] if bias else (None, None)
     engine._communicator.combine(
@@ -100,7 +100,7 @@ def _combine(
 
 
 @functools.lru_cache(MAX_PLANS)
-def _results_of(shape: CombineShape, device: torch.device) -> tuple[_cuda.NewTensor, _cuda.NewTensor]:
+def results_of(shape: CombineShape, device: torch.device) -> tuple[_cuda.NewTensor, _cuda.NewTensor]:
     """What makes the rows and the weights of a result."""
     num_tokens, hidden, num_weights = shape.num_tokens, shape.hidden, shape.num_weights
     make_out = _cuda.NewTensor((num_tokens, hidden), (hidden, 1), shape.dtype, device)

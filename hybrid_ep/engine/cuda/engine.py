@@ -23,8 +23,9 @@ from torch import Tensor
 
 from hybrid_ep import _cuda, env
 from hybrid_ep.core.board import Board
+from hybrid_ep.core.checks import Passed
 from hybrid_ep.core.geometry import RankGrid
-from hybrid_ep.core.streams import is_capturing
+from hybrid_ep.core.streams import current_raw_stream, is_capturing
 from hybrid_ep.engine.agreement import ABSENT
 from hybrid_ep.engine.base import Engine
 from hybrid_ep.engine.calls import (
@@ -48,23 +49,28 @@ from hybrid_ep.engine.calls import (
     state_of,
 )
 from hybrid_ep.engine.cuda.arena import Arena, DispatchOutput, SlotLease
-from hybrid_ep.engine.cuda.at_once import RepeatedDispatch, dispatch_at_once
-from hybrid_ep.engine.cuda.combine import combine, combine_permuted
+from hybrid_ep.engine.cuda.combine import combine, combine_permuted, results_of
 from hybrid_ep.engine.cuda.compare import compare_calls
 from hybrid_ep.engine.cuda.experts import ExpertCopier
-from hybrid_ep.engine.cuda.faults import as_error, dispatch_number
+from hybrid_ep.engine.cuda.faults import as_error
 from hybrid_ep.engine.cuda.low_latency import CudaLowLatency
-from hybrid_ep.engine.cuda.order import LaunchOrder
-from hybrid_ep.engine.cuda.plan import DispatchPlan, plan_dispatch, shape_along, shape_of
+from hybrid_ep.engine.cuda.plan import (
+    DispatchPlan,
+    combine_shape_of,
+    plan_combine,
+    plan_dispatch,
+    shape_along,
+    shape_of,
+)
 from hybrid_ep.engine.cuda.refuse import refuse_within
+from hybrid_ep.engine.cuda.repeated import RepeatedCombine, RepeatedDispatch, RepeatedDispatchAlong
 from hybrid_ep.engine.cuda.route import (
     HostCounts,
     PermuteState,
     Route,
-    RouteMemory,
     address,
     aligned_rows,
-    as_sent,
+    route_memory,
 )
 from hybrid_ep.engine.cuda.symmetric import SymmetricMemory
 from hybrid_ep.engine.losses import Losses
@@ -133,9 +139,10 @@ class CudaEngine(Engine):
         )
         self._arena = Arena(roll_call, self.device, self._communicator, env.POOL_SLOTS.get())
         self._experts = ExpertCopier(roll_call, self.device, self._communicator, self._arena)
-        self._routes = RouteMemory(self.device)
+        self._routes = route_memory(self.device)
         self.number = number
-        self._order = LaunchOrder(self._index)
+        self._order = _cuda.LaunchOrder(self._index, current_raw_stream)
+        self._repeated = Passed()  # by shape: what repeats a call
         self._late: HybridEPError | None = None  # that the call which is being made raises when it has been launched
         board = None if group is None else Board.of(group).at(f"buffer {number}")
         self._refusals = Refusals(None if board is None else board.at("refused calls"), grid.rank)
@@ -154,16 +161,22 @@ class CudaEngine(Engine):
         self._low_latency.lost = self._torch.lost = roll_call.lost = self.lost
 
     @property
+    def slots_now(self) -> _cuda.SlotPool | None:
+        """The slots for a call that can be one call of C++; None: it cannot, for there is more to be done."""
+        arena = self._arena
+        return arena.pool if self._late is None and self._low_latency.is_quiet and not arena.is_short else None
+
+    @property
     def memory_bytes(self) -> int:
         slots = self._arena.num_bytes + self._experts.num_bytes
         return self._control.local.nbytes + slots + self._low_latency.num_bytes
 
     def dispatch(self, request: DispatchRequest) -> Dispatched:
-        at_once = None if request.bound is None else self.repeat_of(request)
-        if at_once is None:
+        repeat = None if request.bound is None else self.repeat_of(request)
+        if repeat is None:
             return self.dispatch_in_steps(request)
         routing = request.routing
-        rows, topk_idx, topk_weights, counts, handle = at_once(*request.rows, routing.topk_idx, routing.topk_weights)
+        rows, topk_idx, topk_weights, counts, handle = repeat(*request.rows, routing.topk_idx, routing.topk_weights)
         return Dispatched(Rows(*rows), topk_idx, topk_weights, counts, handle)
 
     def dispatch_in_steps(self, request: DispatchRequest) -> Dispatched:
@@ -174,38 +187,64 @@ class CudaEngine(Engine):
             self._end()
         assert output.experts is not None
         handle = self._handle(sent, request.routing, output)
-        received = Rows(as_sent(output.rows, request.rows.data), output.scales)
-        return Dispatched(received, output.experts, output.weights, sent.reported, handle)
+        return Dispatched(Rows(output.rows, output.scales), output.experts, output.weights, sent.reported, handle)
 
     def repeat_of(self, request: DispatchRequest) -> RepeatedDispatch | None:
         # Handles and mappings have tensors, and differ from call to call.
         if request.again is not None or request.replicas is not None:
             return None
-        planned = plan_dispatch(self.grid.rank, self.grid.num_ranks, shape_of(request, self.grid))
-        if planned.refusal is not None:
-            return None
-        return RepeatedDispatch(self, request, planned)
+        shape = shape_of(request, self.grid)
+        native: _cuda.RepeatedDispatch | None = self._repeated.get(shape)
+        if native is None:
+            planned = plan_dispatch(self.grid.rank, self.grid.num_ranks, shape)
+            if planned.refusal is not None:
+                return None
+            counts_at, max_rows = planned.native.counts_at, planned.max_rows
+            native = _cuda.RepeatedDispatch(
+                self, planned.native, request.bound, max_rows, counts_at, self.grid, Route, DispatchHandle
+            )
+            self._repeated.add(shape, native)
+        return RepeatedDispatch(self, request, native)
 
     def dispatch_cached(self, request: CachedDispatchRequest, handle: DispatchHandle) -> Rows:
-        rows, route = request.rows, state_of(handle, Route)
+        return Rows(*self.repeat_of_cached(request, handle)(*request.rows, handle))
+
+    def dispatch_cached_in_steps(self, request: CachedDispatchRequest, handle: DispatchHandle) -> Rows:
+        """Makes any dispatch along a handle, as `dispatch_in_steps`."""
+        route = state_of(handle, Route)
         planned, stream = self._plan_along(request, handle, 0)
-        tensors = *rows, None, None
-        made = dispatch_at_once(
-            self, planned, route.num_recv, tensors, route.chunk, route.address, route.number, stream
-        )
-        if made is not None:
-            self.num_calls += 1
-            self._count_sent(route, planned.native)
-            self._end()
-            return Rows(as_sent(made[0], rows.data), made[3])
-        sent = self._send_again(rows, planned.native, route, route.num_recv, stream)
+        sent = self._send_again(request.rows, planned.native, route, route.num_recv, stream)
         with sent.lease:
             output = self._results(sent)
             self._end()
-        return Rows(as_sent(output.rows, rows.data), output.scales)
+        return Rows(output.rows, output.scales)
+
+    def repeat_of_cached(self, request: CachedDispatchRequest, handle: DispatchHandle) -> RepeatedDispatchAlong:
+        shape = shape_along(request, handle, 0, max_rows=0)
+        native: _cuda.RepeatedDispatchAlong | None = self._repeated.get(shape)
+        if native is None:
+            planned = plan_dispatch(self.grid.rank, self.grid.num_ranks, shape)
+            native = _cuda.RepeatedDispatchAlong(self, planned.native, Route)
+            self._repeated.add(shape, native)
+        return RepeatedDispatchAlong(self, request, native)
 
     def combine(self, request: CombineRequest, handle: DispatchHandle) -> Combined:
+        return Combined(*self.repeat_of_combine(request, handle)(request.data, request.weights, request.bias, handle))
+
+    def combine_in_steps(self, request: CombineRequest, handle: DispatchHandle) -> Combined:
+        """Makes any combine of received rows, as `dispatch_in_steps`."""
         return combine(self, request, handle)
+
+    def repeat_of_combine(self, request: CombineRequest, handle: DispatchHandle) -> RepeatedCombine:
+        shape = combine_shape_of(request, handle)
+        native: _cuda.RepeatedCombine | None = self._repeated.get(shape)
+        if native is None:
+            make_out, make_weights = results_of(shape, self.device)
+            native = _cuda.RepeatedCombine(
+                self, plan_combine(shape), make_out, make_weights if shape.num_weights else None, Route
+            )
+            self._repeated.add(shape, native)
+        return RepeatedCombine(self, request, native)
 
     def dispatch_permuted(self, request: DispatchRequest) -> Permuted:
         rows, routing = request.rows, request.routing
@@ -339,6 +378,7 @@ class CudaEngine(Engine):
 
     def empty_cache(self) -> None:
         self._arena.shrink()
+        self._routes.clear()
 
     def close(self) -> None:
         # Peers may still write here for calls that this rank has not waited for.
@@ -415,11 +455,11 @@ class CudaEngine(Engine):
             )
             if planned.refusal is not None:
                 raise ConfigError(planned.refusal)
-            number = dispatch_number(self.number, self.num_calls)
+            number = _cuda.dispatch_number(self.number, self.num_calls)
             if bound is not None:
                 # Expert-major: the bound counts copies, and more rows than that may arrive when it is exceeded.
                 num_recv = self._communicator.capacity(plan) if pad_multiple else bound
-                route = Route(chunk, base, plan.counts_at, num_recv, max_rows, max_rows, 0, 0, number)
+                route = Route(chunk, base, plan.counts_at, num_recv, max_rows, max_rows, 0, 0, number, stream)
                 return _Sent(plan, lease, stream, route, bound, None)
             assert host_counts is not None
             self.traffic.within_domain += host_counts.num_sent_away * plan.record_bytes
@@ -435,6 +475,7 @@ class CudaEngine(Engine):
                 host_counts.num_sent_away,
                 num_from_away,
                 number,
+                stream,
             )
             return _Sent(
                 plan, lease, stream, route, host_counts.num_permuted if pad_multiple else host_counts.num_recv, reported
@@ -581,5 +622,4 @@ class CudaEngine(Engine):
             stream,
         )
         output = lease.output(plan, num_rows, route)
-        data = output.rows if lease.slot_idx else output.rows.clone()
-        return Rows(as_sent(data, like.data), scales), output
+        return Rows(output.rows if lease.slot_idx else output.rows.clone(), scales), output

@@ -10,15 +10,9 @@ from hybrid_ep.engine.cuda.plan import refusal_of
 from hybrid_ep.engine.refusals import Refusals
 from hybrid_ep.errors import ConfigError, HybridEPError, OverflowError, TimeoutError
 
-__all__ = ["as_error", "dispatch_number", "low_latency_counter", "rank_of"]
+__all__ = ["as_error", "low_latency_counter", "rank_of"]
 
-_NUMBER_BITS = 24  # number of a dispatch; the buffer is in the bits above
 _CALL_BITS, _COUNTER_BITS = 32, 25  # of a low-latency dispatch: its number, then its counter
-
-
-def dispatch_number(buffer: int, number: int) -> int:
-    """Returns the number that identifies a dispatch: its buffer and its number there, each modulo what a word holds."""
-    return (buffer & 0x7F) << _NUMBER_BITS | number & (1 << _NUMBER_BITS) - 1
 
 
 def low_latency_counter(buffer: int, region: int, period: tuple[int, int]) -> int:
@@ -69,7 +63,7 @@ def _other_call(fault: _cuda.Fault, rank: int, peer: int) -> ConfigError:
         return disagreement("call", calls[0], rank, calls[1], peer)
     if key == "handle":
         is_low_latency = fault.kernel.startswith("low_latency")
-        bits = _CALL_BITS + _COUNTER_BITS if is_low_latency else _NUMBER_BITS
+        bits = _CALL_BITS + _COUNTER_BITS if is_low_latency else _cuda.dispatch_number_bits
         buffers = mine >> bits & 0x7F, theirs >> bits & 0x7F
         if buffers[0] != buffers[1]:
             return disagreement("buffer", buffers[0], rank, buffers[1], peer)

@@ -18,7 +18,7 @@ from hybrid_ep import _cuda
 from hybrid_ep.core.board import Board
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.quantize import RowFormat
-from hybrid_ep.core.streams import current_raw_stream, is_capturing
+from hybrid_ep.core.streams import is_capturing
 from hybrid_ep.engine.calls import (
     LowLatencyCombineRequest,
     LowLatencyDispatched,
@@ -33,9 +33,8 @@ from hybrid_ep.engine.cuda.low_latency_empty import launch_refused_combine, laun
 from hybrid_ep.engine.cuda.low_latency_masks import LowLatencyMasks
 from hybrid_ep.engine.cuda.low_latency_region import Buffers, Region, set_last_call
 from hybrid_ep.engine.cuda.low_latency_repeated import LowLatencyState, RepeatedCombine, RepeatedDispatch
-from hybrid_ep.engine.cuda.order import LaunchOrder
 from hybrid_ep.engine.cuda.plan import LowLatencyPlan, plan_low_latency
-from hybrid_ep.engine.cuda.route import RouteMemory, aligned
+from hybrid_ep.engine.cuda.route import aligned, route_memory
 from hybrid_ep.engine.cuda.symmetric import SymmetricMemory
 from hybrid_ep.engine.losses import Losses
 from hybrid_ep.engine.roll_call import RollCall
@@ -64,7 +63,7 @@ class CudaLowLatency(LowLatencyMasks):
         grid: RankGrid,
         device: torch.device,
         communicator: _cuda.Communicator,
-        order: LaunchOrder,
+        order: _cuda.LaunchOrder,
         losses: Losses,
         *,
         number: int,
@@ -76,8 +75,8 @@ class CudaLowLatency(LowLatencyMasks):
         super().__init__(grid, device, communicator, order, losses, board, error_of, timeout_s)
         self._roll_call = roll_call
         self._everyone = roll_call if everyone is None else everyone
-        self._results = RouteMemory(device)  # what dispatches return beside their rows
-        self._repeated = _cuda.RepeatedLowLatencyCalls(communicator, order, current_raw_stream)
+        self._results = route_memory(device)  # what dispatches return beside their rows
+        self._repeated = _cuda.RepeatedLowLatencyCalls(communicator, order)
         self._num_cleanings = 0
         self._number, self._num_regions = number, 0  # that have been made
         self._count_calls_anew()

@@ -25,7 +25,6 @@ from hybrid_ep.engine.calls import (
 from hybrid_ep.engine.cuda.between_faults import transport_error
 from hybrid_ep.engine.cuda.low_latency import CudaLowLatency
 from hybrid_ep.engine.cuda.low_latency_region import Region
-from hybrid_ep.engine.cuda.order import LaunchOrder
 from hybrid_ep.engine.cuda.plan import MAX_PLANS, LowLatencyPlan, plan_low_latency
 from hybrid_ep.engine.cuda.symmetric import SymmetricMemory
 from hybrid_ep.engine.losses import Losses
@@ -89,7 +88,7 @@ class LowLatencyBetween(CudaLowLatency):
         grid: RankGrid,
         device: torch.device,
         communicator: _cuda.Communicator,
-        order: LaunchOrder,
+        order: _cuda.LaunchOrder,
         losses: Losses,
         *,
         number: int,

@@ -12,7 +12,6 @@ from hybrid_ep.core.board import Board
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.streams import is_capturing
 from hybrid_ep.engine.cuda.low_latency_faults import LowLatencyFaults, is_loss
-from hybrid_ep.engine.cuda.order import LaunchOrder
 from hybrid_ep.engine.losses import Losses
 from hybrid_ep.errors import HybridEPError, TransportError
 
@@ -36,7 +35,7 @@ class LowLatencyMasks(LowLatencyFaults):
         grid: RankGrid,
         device: torch.device,
         communicator: _cuda.Communicator,
-        order: LaunchOrder,
+        order: _cuda.LaunchOrder,
         losses: Losses,
         board: Board | None,
         error_of: Callable[[_cuda.Fault], HybridEPError],

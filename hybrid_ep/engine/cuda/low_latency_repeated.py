@@ -81,7 +81,7 @@ class RepeatedDispatch:
             plan.num_ints,
             rows,
             scales,
-            calls._results.take,
+            calls._results,
             functools.partial(LowLatencyState, plan, num_tokens),
         ).__call__
 

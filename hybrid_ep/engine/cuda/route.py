@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,16 +18,13 @@ __all__ = [
     "HostCounts",
     "PermuteState",
     "Route",
-    "RouteMemory",
     "address",
     "aligned",
     "aligned_rows",
-    "as_sent",
+    "route_memory",
 ]
 
 _INT_BYTES = 4
-_ALIGN_BYTES = 128  # a cache line, for pieces that stand side by side
-_CHUNK_BYTES = 16 << 20  # some forty routes of 4096 tokens, or eight of expert-major calls
 _ROW_ALIGN_BYTES = _cuda.row_align_bytes
 
 
@@ -43,6 +41,7 @@ class Route(NamedTuple):
         num_sent_away: rows that this rank sends to others; 0 where the host did not learn it.
         num_from_away: rows that others send to this rank; likewise.
         number: of the dispatch that made it, equal at all ranks.
+        stream: that the dispatch ran on, and that the chunk belongs to.
     """
 
     chunk: Chunk
@@ -54,6 +53,7 @@ class Route(NamedTuple):
     num_sent_away: int
     num_from_away: int
     number: int
+    stream: int
 
     def tokens_per_expert(self, num_local_experts: int) -> Tensor:
         """``[LE]`` int32, without padding, as the kernel wrote it. On the current stream."""
@@ -94,19 +94,15 @@ class Chunk:
 
     Attributes:
         memory: ``[n]`` uint8.
-        num_left: bytes that no piece has yet, the last of the memory.
-        end: address after the memory.
 
     Args:
-        num_bytes: of the memory.
         device: this rank's GPU.
+        num_bytes: of the memory.
         stream: the current one.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device, stream: int) -> None:
+    def __init__(self, device: torch.device, num_bytes: int, stream: int) -> None:
         self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self.num_left = num_bytes
-        self.end = self.memory.data_ptr() + num_bytes
         self._streams = {stream}
 
     def ints(self, address: int, offset: int, size: int) -> Tensor:
@@ -122,43 +118,9 @@ class Chunk:
             self._streams.add(stream)
 
 
-class RouteMemory:
-    """Cuts the memory of handles from chunks, because an allocation costs the host more than the rest of a route.
-
-    Args:
-        device: this rank's GPU.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._chunks: dict[int, Chunk] = {}
-
-    def take(self, num_ints: int, stream: int, *, alone: bool) -> tuple[Chunk, int]:
-        """Returns a chunk and the address of a piece of it.
-
-        Args:
-            num_ints: of the piece.
-            stream: the current one, which writes it.
-            alone: no other piece is cut from the chunk: what a captured graph uses, nothing else may.
-        """
-        piece = None if alone else self.cut(num_ints, stream)
-        if piece is not None:
-            return piece
-        num_bytes = -(-num_ints * _INT_BYTES // _ALIGN_BYTES) * _ALIGN_BYTES
-        chunk = Chunk(num_bytes if alone else max(num_bytes, _CHUNK_BYTES), self._device, stream)
-        if not alone:
-            self._chunks[stream] = chunk
-        chunk.num_left -= num_bytes
-        return chunk, chunk.memory.data_ptr()
-
-    def cut(self, num_ints: int, stream: int) -> tuple[Chunk, int] | None:
-        """Returns a piece of the last chunk of a stream; None: it is too small for that. Allocates nothing."""
-        chunk, num_bytes = self._chunks.get(stream), -(-num_ints * _INT_BYTES // _ALIGN_BYTES) * _ALIGN_BYTES
-        if chunk is None or chunk.num_left < num_bytes:
-            return None
-        begin = chunk.end - chunk.num_left
-        chunk.num_left -= num_bytes
-        return chunk, begin
+def route_memory(device: torch.device) -> _cuda.RouteMemory:
+    """Returns memory of a GPU that pieces are cut from."""
+    return _cuda.RouteMemory(functools.partial(Chunk, device))
 
 
 class HostCounts(NamedTuple):
@@ -187,11 +149,6 @@ class HostCounts(NamedTuple):
     max_rows: int
     num_sent_between: int
     max_held: int
-
-
-def as_sent(received: Tensor, sent: Tensor) -> Tensor:
-    """Received rows in the dtype in which they were sent. Torch may have made them bytes."""
-    return received if received.dtype == sent.dtype else received.view(sent.dtype)
 
 
 def aligned(tensor: Tensor) -> Tensor:

@@ -159,7 +159,10 @@ T atomicMin(T* address, std::common_type_t<T> value) {
 // The runtime.
 using cudaError_t = int;
 using cudaStream_t = void*;
-using cudaEvent_t = void*;
+struct EmulatedEvent {
+  void* recorded_on;
+};
+using cudaEvent_t = EmulatedEvent*;
 constexpr cudaError_t cudaSuccess = 0, cudaErrorNotReady = 600, cudaErrorLaunchFailure = 719;
 inline const char* cudaGetErrorName(cudaError_t) { return "an error"; }
 inline const char* cudaGetErrorString(cudaError_t) { return "of the emulation"; }
@@ -208,9 +211,10 @@ inline cudaError_t cudaMemsetAsync(void* memory, int value, size_t num_bytes, cu
   std::memset(memory, value, num_bytes);
   return cudaSuccess;
 }
-enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
-inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  *status = cudaStreamCaptureStatusNone;
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
+inline cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  const bool is_captured = emulated::capture_of && emulated::capture_of(stream) != 0;
+  *status = is_captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
 inline cudaError_t cudaLaunchHostFunc(cudaStream_t, void (*function)(void*), void* data) {
@@ -221,24 +225,34 @@ inline cudaError_t cudaLaunchHostFunc(cudaStream_t, void (*function)(void*), voi
 using cudaGraph_t = void*;
 using cudaUserObject_t = void*;
 constexpr unsigned cudaUserObjectNoDestructorSync = 1, cudaGraphUserObjectMove = 1;
-inline cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long*,
-                                            cudaGraph_t*) {
-  *status = cudaStreamCaptureStatusNone;
-  return cudaSuccess;
+inline cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
+                                            unsigned long long* id, cudaGraph_t*) {
+  *id = emulated::capture_of ? emulated::capture_of(stream) : 0;
+  return cudaStreamIsCapturing(stream, status);
 }
 inline cudaError_t cudaUserObjectCreate(cudaUserObject_t*, void*, void (*)(void*), unsigned, unsigned) {
   return cudaSuccess;
 }
 inline cudaError_t cudaGraphRetainUserObject(cudaGraph_t, cudaUserObject_t, unsigned, unsigned) { return cudaSuccess; }
 inline cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
-inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t*, unsigned) { return cudaSuccess; }
-inline cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
-// An event that is not nullptr counts how often it is recorded.
-inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
-  if (event != nullptr) ++*static_cast<int64_t*>(event);
+inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  *event = new EmulatedEvent{};
   return cudaSuccess;
 }
-inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
+inline cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete event;
+  return cudaSuccess;
+}
+inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  event->recorded_on = stream;
+  ++emulated::num_records;
+  return cudaSuccess;
+}
+inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  ++emulated::num_waits;
+  if (emulated::on_wait) emulated::on_wait(stream, event->recorded_on);
+  return cudaSuccess;
+}
 
 struct dim3 : emulated::Index {
   dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : Index{x, y, z} {}

@@ -1,0 +1,78 @@
+// Slots of the arena as tensors, each with its own storage, so that any view keeps the slot.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+#include "runtime/communicator.h"
+#include "runtime/slot_pool.h"
+
+namespace hybrid_ep::bindings {
+
+// The results of a dispatch, in the order of DispatchOutput in arena.py; None for what the call has not.
+struct SlotResults {
+  pybind11::object rows, experts, weights, scales, rank_prefix, counts, overflow;
+
+  pybind11::tuple as_tuple() const;
+};
+
+class SlotTensors {
+ public:
+  // `memory` is what keeps the arena alive; `current_stream` as CurrentStream takes it.
+  SlotTensors(uintptr_t base, int64_t slot_bytes, int num_slots, int device, pybind11::object memory,
+              pybind11::object current_stream);
+
+  SlotPool& pool() { return *pool_; }
+  const SlotPool& pool() const { return *pool_; }
+  int64_t slot_bytes() const { return slot_bytes_; }
+
+  // The results of a dispatch.
+  // - In the slot, with num_rows rows: rows, experts, weights, scales. They hold the slot in place of the taker. An
+  //   expert-major call has only the rows here: the other parts are by received row, not by copy.
+  // - In the route, which is at `route` in `memory`: rank prefix; of an expert-major call also counts with padding and
+  //   the overflow flag. They keep `memory` alive. A call along a known route has none of them.
+  SlotResults tensors(int slot_idx, const DispatchPlan& plan, int64_t num_rows, const pybind11::object& memory,
+                      uintptr_t route);
+  // The same of a dispatch between domains, without those of the route.
+  SlotResults tensors_between(int slot_idx, const DispatchShape& plan, int64_t num_rows);
+
+  // Launches a dispatch of at most `num_rows`, for which a slot must have `slot_bytes`, and returns the results;
+  // `handle` as in Communicator::dispatch. nullopt: no call was launched. Then slots are smaller, no slot is free, the
+  // ranks have agreed on more slots, a tensor that is copied in bulk must be moved, or the stream is being captured.
+  std::optional<SlotResults> dispatch(Communicator& communicator, const DispatchPlan& plan, int64_t slot_bytes,
+                                      int64_t num_rows, const DispatchTensors& given, const pybind11::object& memory,
+                                      int handle, cudaStream_t stream);
+
+  // Of HostCounts; without results the rest is undefined.
+  struct Waited {
+    bool has_failed;
+    int num_recv, num_sent_away, num_kept, max_recv, max_sent;
+    pybind11::object num_tokens_per_expert;  // a list
+    std::optional<SlotResults> results;      // nullopt: it has failed, or slots are too small and no rank has sent
+  };
+  // Launches a dispatch that makes its route, and waits for its counts. nullopt: no call was launched, as above.
+  std::optional<Waited> dispatch_and_wait(Communicator& communicator, const DispatchPlan& plan,
+                                          const DispatchTensors& given, const pybind11::object& memory,
+                                          cudaStream_t stream);
+
+ private:
+  // Takes a slot, launches a dispatch into it, and returns launched(slot, epoch of the counts), which gives the slot
+  // back. An empty result: no call was launched.
+  template <typename Result, typename Launched>
+  std::optional<Result> launch(Communicator& communicator, const DispatchPlan& plan, const DispatchTensors& given,
+                               int handle, cudaStream_t stream, Launched&& launched);
+  // Rows, experts, weights and scales in a slot. Each tensor holds the slot.
+  SlotResults slot_tensors(int slot_idx, const RowFormat& format, int64_t num_rows, bool is_permuted);
+  pybind11::object slot_tensor(int slot_idx, int64_t offset, int64_t num_rows, const Columns& columns);
+
+  uintptr_t base_;
+  int64_t slot_bytes_;
+  int device_;
+  pybind11::object memory_;
+  std::shared_ptr<SlotPool> pool_;
+};
+
+}  // namespace hybrid_ep::bindings
