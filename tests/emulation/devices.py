@@ -18,9 +18,9 @@ def stalls(longest_s: float) -> AbstractContextManager[object]:
     return mock.patch.dict(os.environ, {"HYBRID_EP_EMULATION_STALLS": str(round(longest_s * 1e6))})
 
 
-def _check(check: str, *args: Any) -> None:
+def _check(check: str, *args: Any) -> Any:
     module, name = check.rsplit(".", 1)
-    getattr(importlib.import_module(f"tests.{module}"), name)(*args)
+    return getattr(importlib.import_module(f"tests.{module}"), name)(*args)
 
 
 def check_with_stalls(check: str, *args: Any) -> None:
@@ -29,10 +29,10 @@ def check_with_stalls(check: str, *args: Any) -> None:
         _check(check, *args)
 
 
-def check_unread(check: str, *args: Any) -> None:
-    """Runs a check of tests/ with tensors whose values are not checked, as on a GPU."""
+def check_unread(check: str, *args: Any) -> Any:
+    """Runs a check of tests/ with tensors whose values are not checked, as on a GPU: calls repeat earlier ones."""
     with unread_values():
-        _check(check, *args)
+        return _check(check, *args)
 
 
 def check_with_sms(num_sms: int, check: str, *args: Any) -> None:

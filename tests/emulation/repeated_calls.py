@@ -27,6 +27,7 @@ __all__ = [
     "check_faults",
     "check_hooks_at_once",
     "check_hooks_between",
+    "check_masks",
     "check_normal_calls",
     "check_refused_launch",
     "check_two_buffers",
@@ -176,6 +177,49 @@ def check_faults() -> None:
             with pytest.raises(ConfigError, match=f"of rank {calls.rank} has {case.num_experts}; allowed"):
                 receive()
             assert not calls.is_open
+
+
+def check_masks() -> None:
+    """With masks allowed, calls are one call of C++, too. They are not while the device lacks masks of the host."""
+    from hybrid_ep.engine.cuda import low_latency_masks
+
+    case = _case("masks")
+    last = case.num_ranks - 1
+    with unread_values(), make_buffer(case, low_latency_mode=True, enable_shrink=True) as buffer:
+        calls = _Calls(case, buffer)
+        for _ in range(2):
+            calls.check_step()
+            calls.check_hooked_step()
+        kernels = calls.kernels
+        names = "dispatch_in_steps", "receive_in_steps", "combine"
+        with contextlib.ExitStack() as stack:
+            for name in names:
+                spy = mock.Mock(side_effect=AssertionError(f"{name} was called"))
+                stack.enter_context(mock.patch.object(kernels, name, spy))
+            calls.check_step()
+            calls.check_hooked_step()
+            if calls.rank != last:
+                buffer.low_latency_update_mask_buffer(last, True)
+                _, counts, handle, _, _ = calls.dispatch()
+                calls.combine(handle)
+                mine = [r for r in range(case.num_ranks) if r != last]
+                wanted = sum(
+                    int((case.inputs(r).topk_idx // (case.num_experts // case.num_ranks) == calls.rank).sum())
+                    for r in mine
+                )
+                assert int(counts.sum()) == wanted, "rows of the masked rank are left out"
+        buffer.low_latency_clean_mask_buffer()
+        buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.num_experts)
+        calls.check_step()
+        assert calls.is_open
+        other = (calls.rank + 1) % case.num_ranks
+        with mock.patch.object(low_latency_masks, "is_capturing", return_value=True):
+            buffer.low_latency_update_mask_buffer(other, True)
+        assert not calls.is_open
+        buffer.low_latency_clean_mask_buffer()
+        for _ in range(2):
+            calls.check_step()
+        assert calls.is_open
 
 
 @contextlib.contextmanager

@@ -28,9 +28,8 @@ def _lose_one(module: Path, *, low_latency: bool, shrink: bool, seed: int) -> tu
     with VirtualCluster(NUM_RANKS) as cluster:
         join = ("multi_gpu.lost_ranks.join", alive, low_latency, shrink, TIMEOUT_S)
         cluster.run(run_here, *join, limit_s=LIMIT_S)
-        cluster.start(
-            run_here, "multi_gpu.lost_ranks.go_on_after_loss" if shrink else "multi_gpu.lost_ranks.call_until_lost"
-        )
+        call = "multi_gpu.lost_ranks.go_on_after_loss" if shrink else "multi_gpu.lost_ranks.call_until_lost"
+        cluster.start(run_here, "emulation.devices.check_unread", call)
         time.sleep(0.5 + 0.3 * seed)
         lost = alive.pop(seed % NUM_RANKS)
         os.kill(cluster.process_id(lost), signal.SIGKILL)

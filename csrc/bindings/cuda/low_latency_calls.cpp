@@ -66,9 +66,10 @@ class RepeatedCalls {
   void close() { opened_.reset(); }
   bool is_open() const { return opened_ != nullptr; }
 
-  // Begins a call on the current stream. nullopt: no call of this kind may be launched.
+  // Begins a call on the current stream. nullopt: no call of this kind may be launched. After a fault the masks may
+  // have to change first.
   std::optional<Launch> begin(const LowLatencyPlan& plan, LowLatencyKind kind) const {
-    if (!is_open()) return std::nullopt;
+    if (!is_open() || communicator_.has_fault()) return std::nullopt;
     BuffersInUse& buffers = kind == LowLatencyKind::kDispatch ? opened_->dispatches : opened_->combines;
     if (buffers.are_in_flight() || !opened_->region.covers(plan)) return std::nullopt;
     const cudaStream_t stream = launches_.current();

@@ -98,14 +98,11 @@ class CudaLowLatency(LowLatencyMasks):
 
     def repeat_of(self, request: LowLatencyDispatchRequest) -> RepeatedLowLatencyDispatch:
         """As `Engine.repeat_of_low_latency`."""
-        plan = self._plan_for(request)
-        if self.takes_masks:  # No tensors are kept: this may outlive them.
-            return functools.partial(self.dispatch_in_steps, plan, request.return_recv_hook)
-        return RepeatedDispatch(self, request, plan)
+        return RepeatedDispatch(self, request, self._plan_for(request))
 
     def repeat_of_combine(self, request: LowLatencyCombineRequest) -> RepeatedCombine:
         """As `Engine.repeat_of_low_latency_combine`."""
-        return RepeatedCombine(self, request, is_at_once=not self.takes_masks)
+        return RepeatedCombine(self, request)
 
     def dispatch_in_steps(
         self,
@@ -218,7 +215,7 @@ class CudaLowLatency(LowLatencyMasks):
         if self._fault is None:
             self._fault = self._communicator.take_fault()
         if self.is_quiet:
-            if not (self.takes_masks or self._has_stale_masks or self._repeated.is_open):
+            if not (self._has_stale_masks or self._repeated.is_open):
                 self._repeated.open(self._regions[-1].native, self._dispatches, self._combines, self._counter)
             return None
         return functools.partial(self.raise_fault, holds_overflow=holds_overflow)
@@ -292,6 +289,11 @@ class CudaLowLatency(LowLatencyMasks):
     def _take_fault(self) -> _cuda.Fault | None:
         self._repeated.close()
         return super()._take_fault()
+
+    def upload_masks(self) -> None:
+        super().upload_masks()
+        if self._has_stale_masks:
+            self._repeated.close()
 
     def _forget_calls(self) -> None:
         self._count_calls_anew()

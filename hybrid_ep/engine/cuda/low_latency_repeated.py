@@ -1,8 +1,8 @@
 """Low-latency calls that repeat an earlier one, each as one call of C++ (csrc/bindings/cuda/low_latency_calls.cpp).
 
-`CudaLowLatency` opens this path when a call has ended without a fault. A look for faults, and a change of the calls'
-memory, closes it. While it is closed, `CudaLowLatency` makes the call in steps. So it does where a call waits for
-another stream, or is captured.
+`CudaLowLatency` opens this path when a call has ended without a fault. A look for faults, masks that the device has not
+yet, and a change of the calls' memory close it. While it is closed, `CudaLowLatency` makes the call in steps. So it
+does where a kernel has reported a fault, or the call is captured.
 """
 
 from __future__ import annotations
@@ -102,11 +102,10 @@ class RepeatedCombine:
     Args:
         calls: of the buffer.
         request: of one of them; no tensors are kept.
-        is_at_once: whether they can be one call of C++.
     """
 
-    def __init__(self, calls: CudaLowLatency, request: LowLatencyCombineRequest, *, is_at_once: bool) -> None:
-        self._calls, self._shape, self._is_at_once = calls, request.topk_idx.shape, is_at_once
+    def __init__(self, calls: CudaLowLatency, request: LowLatencyCombineRequest) -> None:
+        self._calls, self._shape = calls, request.topk_idx.shape
         self._use_logfmt, self._has_hook = request.use_logfmt, request.return_recv_hook
         out = request.out
         self._make_out = _cuda.NewTensor(out.shape, (out.shape[1], 1), out.dtype, out.device)
@@ -124,7 +123,7 @@ class RepeatedCombine:
         handle: LowLatencyHandle,
     ) -> tuple[Tensor, Callable[[], None] | None]:
         state, made = handle.state, None
-        if self._is_at_once and isinstance(state, LowLatencyState) and state.is_received:
+        if isinstance(state, LowLatencyState) and state.is_received:
             plan, num_tokens = state.plan, state.num_tokens
             if self._shape == (num_tokens, plan.num_topk):
                 made = self._combine(
