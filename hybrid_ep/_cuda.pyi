@@ -362,9 +362,9 @@ class LayoutCounts:
         num_experts: int,
         num_ranks: int,
         num_ranks_per_domain: int,
-        make_totals: NewTensor,
-        make_in_rank: NewTensor,
-        device: int,
+        device: torch.device,
+        device_index: int,
+        by_python: bool = False,
     ) -> None: ...
     def __call__(self, topk_idx: _Address, stream: int) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
 

@@ -28,7 +28,8 @@ void prepare_duplicate();
 void launch_dispatch(const DispatchParams& params, int num_sms, int shared_bytes, cudaStream_t stream);
 void launch_combine(const CombineParams& params, int num_expert_sms, cudaStream_t stream);
 void launch_duplicate(const DuplicateParams& params, int num_sms, cudaStream_t stream);
-void launch_layout(const LayoutParams& params, cudaStream_t stream);
+// `totals_are_zero`: they need not be cleared.
+void launch_layout(const LayoutParams& params, bool totals_are_zero, cudaStream_t stream);
 // K is 1 … 32.
 void launch_weights_to_probs(const ProbsParams& params, cudaStream_t stream);
 void launch_probs_to_weights(const ProbsParams& params, cudaStream_t stream);

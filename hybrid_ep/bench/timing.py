@@ -13,6 +13,7 @@ done.
 
 from __future__ import annotations
 
+import random
 import time
 from collections import deque
 from collections.abc import Callable
@@ -140,19 +141,30 @@ def time_host(
     return microseconds
 
 
-def time_until_done(calls: dict[str, Callable[[], object]], *, num_runs: int, device: str) -> dict[str, Times]:
+def time_until_done(
+    calls: dict[str, Callable[[], object]], *, num_runs: int, device: str, in_any_order: bool = False
+) -> dict[str, Times]:
     """Makes calls in turn, each on an idle device. Collective.
+
+    Args:
+        calls: by name.
+        num_runs: of each.
+        device: of the calls.
+        in_any_order: each run has another order, the same at all ranks. A call takes the host less time after one that
+            is like it.
 
     Returns:
         For each name, microseconds by the clock until the device had done what the call asked for.
     """
     times = {name: Times() for name in calls}
+    orders = random.Random(num_runs)
     for _ in range(num_runs):
-        for name, call in calls.items():
+        names = list(calls)
+        for name in orders.sample(names, len(names)) if in_any_order else names:
             _wait_for(device)
             dist.barrier()
             begin = time.perf_counter()
-            call()
+            calls[name]()
             returned = time.perf_counter()
             _wait_for(device)
             times[name].microseconds.append(1e6 * (time.perf_counter() - begin))

@@ -109,7 +109,6 @@ class LayoutByKernel:
         num_ranks_per_domain: int,
     ) -> None:
         num_tokens, num_topk = shape
-        num_totals = num_ranks + num_ranks // num_ranks_per_domain + num_experts
         self._index = index
         self._count = kernels.native.LayoutCounts(
             num_tokens=num_tokens,
@@ -117,9 +116,8 @@ class LayoutByKernel:
             num_experts=num_experts,
             num_ranks=num_ranks,
             num_ranks_per_domain=num_ranks_per_domain,
-            make_totals=kernels.native.NewTensor((num_totals,), (1,), torch.int32, device),
-            make_in_rank=kernels.native.NewTensor((num_tokens, num_ranks), (num_ranks, 1), torch.bool, device),
-            device=index,
+            device=device,
+            device_index=index,
         ).__call__
 
     def __call__(self, topk_idx: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -6,13 +6,14 @@ import contextlib
 import functools
 import random
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
 from hybrid_ep import Buffer
-from hybrid_ep.core import layout
+from hybrid_ep.core import kernels, layout
 from hybrid_ep.core.layout import (
     columns_of_experts,
     compute_layout,
@@ -24,7 +25,7 @@ from hybrid_ep.errors import ConfigError
 from tests.battery.normal import equal
 from tests.emulation.engine import local_kernels
 
-__all__ = ["check_layout", "check_probs", "check_repeated_layout"]
+__all__ = ["check_layout", "check_many_layouts", "check_probs", "check_repeated_layout"]
 
 
 def check_layout(count: int) -> None:
@@ -43,8 +44,8 @@ def check_layout(count: int) -> None:
         topk_idx = torch.randint(-1, num_experts, (num_tokens, num_topk), generator=generator)
         want = compute_layout(topk_idx, num_experts, num_ranks, per_domain)
 
-        make = functools.partial(_cuda.NewTensor, by_python=seed % 4 == 3)
-        with mock.patch.object(_cuda, "NewTensor", make), local_kernels(), _filled_memory():
+        make = functools.partial(_cuda.LayoutCounts, by_python=seed % 4 == 3)
+        with mock.patch.object(_cuda, "LayoutCounts", make), local_kernels(), _filled_memory():
             layout._shared_layout.cache_clear()
             count_tokens = layout_by_kernel(topk_idx, num_experts, num_ranks, per_domain)
             per_rank, per_domain_counts, per_expert, in_rank = count_tokens(topk_idx)
@@ -52,6 +53,34 @@ def check_layout(count: int) -> None:
         equal(per_domain_counts, want.num_tokens_per_domain, f"seed {seed}: tokens per domain")
         equal(per_expert, want.num_tokens_per_expert, f"seed {seed}: tokens per expert")
         equal(in_rank, want.is_token_in_rank, f"seed {seed}: is_token_in_rank")
+
+
+def check_many_layouts() -> None:
+    """Layouts of one shape, more than share memory for their totals, on two streams: all stay as they were."""
+    generator = torch.Generator().manual_seed(0)
+    draws = [torch.randint(-1, 24, (600, 3), generator=generator) for _ in range(9)]
+    wanted = [compute_layout(topk_idx, 24, 4, 2) for topk_idx in draws]
+    with local_kernels(), _filled_memory():
+        native: Any = kernels.native
+        count = native.LayoutCounts(
+            num_tokens=600,
+            num_topk=3,
+            num_experts=24,
+            num_ranks=4,
+            num_ranks_per_domain=2,
+            device=torch.device("cpu"),
+            device_index=0,
+        )
+        streams = [0] * 130 + [1] * 3 + [0] * 3
+        found = [count(draws[i % 9], stream) for i, stream in enumerate(streams)]
+    addresses, memory_of = set(), {0: set[int](), 1: set[int]()}
+    for i, (stream, tensors) in enumerate(zip(streams, found, strict=True)):
+        for got, want in zip(tensors, wanted[i % 9], strict=True):
+            equal(got, want, f"layout {i}")
+        addresses |= {tensor.data_ptr() for tensor in tensors}
+        memory_of[stream].add(tensors[0].untyped_storage().data_ptr())
+    assert len(addresses) == 4 * len(found)
+    assert not memory_of[0] & memory_of[1], "a stream must not count in memory that another one clears"
 
 
 def check_repeated_layout() -> None:

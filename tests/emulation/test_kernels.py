@@ -373,6 +373,7 @@ def test_numbers_of_sms(run_emulated: RunEmulated) -> None:
 def test_layout(run_emulated: RunEmulated) -> None:
     run_emulated(1, "emulation.layout.check_layout", 40)
     run_emulated(1, "emulation.layout.check_repeated_layout")
+    run_emulated(1, "emulation.layout.check_many_layouts")
 
 
 def test_host_work(run_emulated: RunEmulated) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+import hybrid_ep
+from hybrid_ep.core.layout import compute_layout
 from hybrid_ep.testing.cluster import VirtualCluster
 from tests.battery import grouped, hybrid, normal, other_calls, refused_low_latency, refused_normal
 from tests.battery.cases import CASES, Case
@@ -61,6 +63,26 @@ def _permuted_fp8(case: Case) -> None:
 
 def test_probs() -> None:
     check_probs(64, "cuda")
+
+
+def test_layouts_in_a_graph() -> None:
+    """A replay counts anew, as calls between replays do."""
+    draws = [torch.randint(-1, 24, (600, 3)) for _ in range(5)]
+    topk_idx = draws[0].cuda()
+    with hybrid_ep.Buffer(None) as buffer:
+        for _ in range(3):
+            buffer.get_dispatch_layout(topk_idx, 24)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            in_graph = buffer.get_dispatch_layout(topk_idx, 24)
+        for drawn in draws:
+            want = compute_layout(drawn, 24, 1, 1)
+            topk_idx.copy_(drawn)
+            graph.replay()
+            for found in (buffer.get_dispatch_layout(topk_idx, 24), in_graph):
+                normal.equal(found[0], want.num_tokens_per_rank, "tokens per rank")
+                normal.equal(found[2], want.num_tokens_per_expert, "tokens per expert")
+                normal.equal(found[3], want.is_token_in_rank, "is_token_in_rank")
 
 
 def test_tokens_with_many_experts(run_gpus: RunRanks) -> None:

@@ -1,7 +1,10 @@
 // Kernels that need no other rank.
+#include <memory>
+
 #include "bindings/cuda/address.h"
 #include "bindings/cuda/bindings.h"
 #include "bindings/cuda/new_tensor.h"
+#include "common/capture.h"
 #include "common/device_guard.h"
 #include "kernels/launch.h"
 
@@ -14,49 +17,89 @@ namespace py = pybind11;
 class LayoutCounts {
  public:
   LayoutCounts(int num_tokens, int num_topk, int num_experts, int num_ranks, int num_ranks_per_domain,
-               const NewTensor& make_totals, const NewTensor& make_in_rank, int device)
+               const py::object& device, int device_index, bool by_python)
       : params_{nullptr, nullptr, nullptr, num_tokens, num_topk, num_experts, num_ranks, num_ranks_per_domain},
-        make_totals_(make_totals),
-        make_in_rank_(make_in_rank),
-        device_(device) {}
+        num_totals_(num_ranks + num_ranks / num_ranks_per_domain + num_experts),
+        stride_((num_totals_ + kAlign - 1) / kAlign * kAlign),
+        make_totals_({num_totals_}, {1}, dtype("int32"), device, by_python),
+        make_chunk_({kTotalsOfChunk * stride_}, {1}, dtype("int32"), device, by_python),
+        make_in_rank_({num_tokens, num_ranks}, {num_ranks, 1}, dtype("bool"), device, by_python),
+        device_(device_index) {}
 
   // Tokens per rank, per domain and per expert, and whether a token goes to a rank.
-  py::tuple call(Address topk_idx, uintptr_t stream) const {
-    LayoutParams params = params_;
+  py::tuple call(Address topk_idx, uintptr_t stream) {
     uintptr_t in_rank_at = 0, totals_at = 0;
     const py::object in_rank = make_in_rank_.make(&in_rank_at);
-    const int num_ranks = params.num_ranks, num_domains = num_ranks / params.num_ranks_per_domain;
-    const auto launch = [&](uintptr_t totals) {
+    const DeviceGuard guard(device_);
+    const auto launch = [&](uintptr_t totals, bool are_zero) {
+      LayoutParams params = params_;
       params.topk_idx = pointer<int64_t>(topk_idx);
       params.totals = pointer<int32_t>(totals);
       params.is_token_in_rank = pointer<bool>(in_rank_at);
-      const DeviceGuard guard(device_);
-      launch_layout(params, stream_of(stream));
+      launch_layout(params, are_zero, stream_of(stream));
     };
+    if (take_zeros(stream_of(stream))) {
+      const int64_t begin = num_taken_++ * stride_;
+      launch(chunk_->address() + begin * sizeof(int32_t), true);
+      return parts_of(*chunk_, begin, in_rank);
+    }
     if (const auto totals = make_totals_.make_owned()) {
-      launch(totals->address());
-      return py::make_tuple(totals->part(0, num_ranks), totals->part(num_ranks, num_domains),
-                            totals->part(num_ranks + num_domains, params.num_experts), in_rank);
+      launch(totals->address(), false);
+      return parts_of(*totals, 0, in_rank);
     }
     const py::object totals = make_totals_.make(&totals_at);
-    launch(totals_at);
-    const py::sequence parts = totals.attr("split")(py::make_tuple(num_ranks, num_domains, params.num_experts));
+    launch(totals_at, false);
+    const py::sequence parts = totals.attr("split")(py::make_tuple(num_of_ranks(), num_of_domains(), num_of_experts()));
     return py::make_tuple(parts[0], parts[1], parts[2], in_rank);
   }
 
  private:
+  static constexpr int64_t kAlign = 32;  // of totals, in int32: a cache line
+  static constexpr int64_t kTotalsOfChunk = 64;
+
+  static py::object dtype(const char* name) { return py::module_::import("torch").attr(name); }
+
+  int64_t num_of_ranks() const { return params_.num_ranks; }
+  int64_t num_of_domains() const { return params_.num_ranks / params_.num_ranks_per_domain; }
+  int64_t num_of_experts() const { return params_.num_experts; }
+
+  // Makes sure that the chunk has totals left, which are zero. Returns false where the call must clear its totals: in a
+  // capture, because every replay uses the same ones, and where torch cannot make the chunk.
+  bool take_zeros(cudaStream_t stream) {
+    if (capture_of(stream).id != 0) return false;
+    if (chunk_ != nullptr && chunk_stream_ == stream && num_taken_ < kTotalsOfChunk) return true;
+    chunk_ = make_chunk_.make_owned();
+    if (chunk_ == nullptr) return false;
+    check_cuda(cudaMemsetAsync(pointer<void>(chunk_->address()), 0, kTotalsOfChunk * stride_ * sizeof(int32_t), stream),
+               "cudaMemsetAsync");
+    chunk_stream_ = stream;
+    num_taken_ = 0;
+    return true;
+  }
+
+  py::tuple parts_of(const OwnedTensor& totals, int64_t begin, const py::object& in_rank) const {
+    const int64_t domains_at = begin + num_of_ranks(), experts_at = domains_at + num_of_domains();
+    return py::make_tuple(totals.part(begin, num_of_ranks()), totals.part(domains_at, num_of_domains()),
+                          totals.part(experts_at, num_of_experts()), in_rank);
+  }
+
   LayoutParams params_;
-  NewTensor make_totals_, make_in_rank_;
+  int64_t num_totals_, stride_;
+  NewTensor make_totals_, make_chunk_, make_in_rank_;
   int device_;
+  // Totals of the next layouts. Without them, each would need a launch that clears its own.
+  std::unique_ptr<OwnedTensor> chunk_;
+  cudaStream_t chunk_stream_ = nullptr;
+  int64_t num_taken_ = 0;
 };
 
 }  // namespace
 
 void add_local_kernels(py::module_& module) {
   py::class_<LayoutCounts>(module, "LayoutCounts")
-      .def(py::init<int, int, int, int, int, const NewTensor&, const NewTensor&, int>(), py::kw_only(),
-           py::arg("num_tokens"), py::arg("num_topk"), py::arg("num_experts"), py::arg("num_ranks"),
-           py::arg("num_ranks_per_domain"), py::arg("make_totals"), py::arg("make_in_rank"), py::arg("device"))
+      .def(py::init<int, int, int, int, int, const py::object&, int, bool>(), py::kw_only(), py::arg("num_tokens"),
+           py::arg("num_topk"), py::arg("num_experts"), py::arg("num_ranks"), py::arg("num_ranks_per_domain"),
+           py::arg("device"), py::arg("device_index"), py::arg("by_python") = false)
       .def("__call__", &LayoutCounts::call, py::arg("topk_idx"), py::arg("stream"));
   module.def(
       "weights_to_probs",

@@ -1,6 +1,5 @@
-// Counts for `get_dispatch_layout`. Each warp counts some tokens, and a CTA sums them in shared memory. A single CTA
-// counts a small batch, and stores the totals. Several CTAs add to the totals, which a small launch before has cleared;
-// it overlaps with the counting.
+// Counts for `get_dispatch_layout`. Each warp counts some tokens, a CTA sums them in shared memory, and all CTAs add to
+// the totals. If these are not zero, a small launch before clears them; it overlaps with the counting.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -15,8 +14,6 @@ namespace hybrid_ep {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kThreadsAlone = 1024;
-constexpr int kMostTokensAlone = 512;
 // All CTAs add to the same totals: more of them would cost more than warps that take several steps.
 constexpr int kTokensPerCta = 32;
 constexpr int kMaxLayoutCtas = 512;
@@ -30,19 +27,18 @@ __global__ void __launch_bounds__(kThreads) clear_totals_kernel(const __grid_con
   for (int i = threadIdx.x; i < num_totals(params); i += kThreads) params.totals[i] = 0;
 }
 
-template <int kNumThreads, bool kIsAlone>
-__global__ void __launch_bounds__(kNumThreads) layout_kernel(const __grid_constant__ LayoutParams params) {
+__global__ void __launch_bounds__(kThreads) layout_kernel(const __grid_constant__ LayoutParams params) {
   extern __shared__ int counts[];  // as totals
   const int lane = threadIdx.x % 32;
   const ExpertMap experts{params.num_experts, params.num_ranks};
   int* domain_counts = counts + params.num_ranks;
   int* expert_counts = domain_counts + params.num_ranks / params.num_ranks_per_domain;
   const int num_counts = num_totals(params);
-  for (int i = threadIdx.x; i < num_counts; i += kNumThreads) counts[i] = 0;
+  for (int i = threadIdx.x; i < num_counts; i += kThreads) counts[i] = 0;
   __syncthreads();
   const TokenLanes lanes(params.num_topk);
   const int num_ctas = gridDim.x, cta = blockIdx.x, tokens_per_cta = (params.num_tokens + num_ctas - 1) / num_ctas;
-  const int end = min(params.num_tokens, (cta + 1) * tokens_per_cta), step = kNumThreads / 32 * lanes.num_tokens;
+  const int end = min(params.num_tokens, (cta + 1) * tokens_per_cta), step = kThreads / 32 * lanes.num_tokens;
   for (int first = cta * tokens_per_cta + threadIdx.x / 32 * lanes.num_tokens; first < end; first += step) {
     const int token = first + lanes.token;
     const bool is_there = lanes.mates != 0 && token < end;
@@ -68,13 +64,9 @@ __global__ void __launch_bounds__(kNumThreads) layout_kernel(const __grid_consta
     }
   }
   __syncthreads();
-  if constexpr (!kIsAlone) ptx::wait_for_previous_kernel();
-  for (int i = threadIdx.x; i < num_counts; i += kNumThreads) {
-    if constexpr (kIsAlone) {
-      params.totals[i] = counts[i];
-    } else if (counts[i] != 0) {
-      atomicAdd(params.totals + i, counts[i]);
-    }
+  ptx::wait_for_previous_kernel();
+  for (int i = threadIdx.x; i < num_counts; i += kThreads) {
+    if (counts[i] != 0) atomicAdd(params.totals + i, counts[i]);
   }
 }
 
@@ -87,16 +79,13 @@ bool can_run_kernels() {
   return can_run;
 }
 
-void launch_layout(const LayoutParams& params, cudaStream_t stream) {
+void launch_layout(const LayoutParams& params, bool totals_are_zero, cudaStream_t stream) {
   const int shared_bytes = num_totals(params) * static_cast<int>(sizeof(int));
-  if (params.num_tokens <= kMostTokensAlone) {
-    launch_kernel(LaunchKind::kPlain, layout_kernel<kThreadsAlone, true>, params, 1, kThreadsAlone, shared_bytes,
-                  stream);
-    return;
-  }
-  launch_kernel(LaunchKind::kPlain, clear_totals_kernel, params, 1, kThreads, 0, stream);
+  if (!totals_are_zero) launch_kernel(LaunchKind::kPlain, clear_totals_kernel, params, 1, kThreads, 0, stream);
+  if (params.num_tokens == 0) return;
+  const LaunchKind kind = totals_are_zero ? LaunchKind::kPlain : LaunchKind::kEarly;
   const int num_ctas = std::min((params.num_tokens + kTokensPerCta - 1) / kTokensPerCta, kMaxLayoutCtas);
-  launch_kernel(LaunchKind::kEarly, layout_kernel<kThreads, false>, params, num_ctas, kThreads, shared_bytes, stream);
+  launch_kernel(kind, layout_kernel, params, num_ctas, kThreads, shared_bytes, stream);
 }
 
 }  // namespace hybrid_ep
