@@ -37,6 +37,10 @@ def emulated_module(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(built.read_text())
 
 
+# Runs the check whose name follows with tensors whose values are not checked: devices.py.
+UNREAD = "emulation.devices.check_unread"
+
+
 class RunEmulated(Protocol):
     def __call__(self, num_ranks: int, check: str, *args: Any, seed: int = 0) -> None: ...
 

@@ -7,12 +7,11 @@ import pytest
 from tests.battery import refused_low_latency, refused_normal
 from tests.battery.cases import CASES, LOW_LATENCY_CASES, Case, select
 from tests.emulation import repeated_calls
-from tests.emulation.conftest import RunEmulated
+from tests.emulation.conftest import UNREAD, RunEmulated
 
 # More ranks take long, for they share two cores; of eight there is the case with the most different ones.
 _CASES = [case for case in select(CASES, one_domain=True) if case.num_ranks <= 4 or case.id == "ragged"]
 _LOW_LATENCY_CASES = select(LOW_LATENCY_CASES, num_ranks=4)
-_UNREAD = "emulation.devices.check_unread"
 
 
 def _cases(*names: str) -> pytest.MarkDecorator:
@@ -117,7 +116,7 @@ def test_low_latency(run_emulated: RunEmulated, case: Case) -> None:
     [("low_latency.check_repeats", ()), ("low_latency.check_low_latency", ("fp8",)), ("normal.check_bound", ())],
 )
 def test_repeated_calls(run_emulated: RunEmulated, case: Case, check: str, args: tuple[str, ...]) -> None:
-    run_emulated(case.num_ranks, _UNREAD, f"battery.{check}", case, *args)
+    run_emulated(case.num_ranks, UNREAD, f"battery.{check}", case, *args)
 
 
 @pytest.mark.parametrize("check", repeated_calls.__all__)
@@ -179,21 +178,21 @@ def test_low_latency_calls_that_are_refused(run_emulated: RunEmulated, check: st
 
 @pytest.mark.parametrize(("fp8", "hooked"), [(False, False), (True, False), (False, True)])
 def test_low_latency_masks_by_hand(run_emulated: RunEmulated, fp8: bool, hooked: bool) -> None:
-    run_emulated(2, _UNREAD, "multi_gpu.low_latency_losses.check_masks_by_hand", fp8, hooked)
+    run_emulated(2, UNREAD, "multi_gpu.low_latency_losses.check_masks_by_hand", fp8, hooked)
 
 
 def test_low_latency_masks_that_the_device_tells_late(run_emulated: RunEmulated) -> None:
-    run_emulated(2, _UNREAD, "multi_gpu.low_latency_losses.check_an_answer_that_comes_late")
+    run_emulated(2, UNREAD, "multi_gpu.low_latency_losses.check_an_answer_that_comes_late")
 
 
 @pytest.mark.parametrize("format_name", ["bf16", "nvfp4"])
 def test_low_latency_masks(run_emulated: RunEmulated, format_name: str) -> None:
-    run_emulated(4, _UNREAD, "battery.low_latency_masks.check_masked", Case("masks", 4, 40), format_name, (0, 2))
+    run_emulated(4, UNREAD, "battery.low_latency_masks.check_masked", Case("masks", 4, 40), format_name, (0, 2))
 
 
 @pytest.mark.parametrize("call", ["dispatch", "combine"])
 def test_low_latency_rank_that_comes_at_the_deadline(run_emulated: RunEmulated, call: str) -> None:
-    run_emulated(3, _UNREAD, "emulation.deadlines.check_rank_at_the_deadline", call, 0.8)
+    run_emulated(3, UNREAD, "emulation.deadlines.check_rank_at_the_deadline", call, 0.8)
 
 
 def test_low_latency_rows_of_a_rank_that_was_given_up(run_emulated: RunEmulated) -> None:
@@ -201,7 +200,7 @@ def test_low_latency_rows_of_a_rank_that_was_given_up(run_emulated: RunEmulated)
 
 
 def test_low_latency_masks_that_differ_for_a_call(run_emulated: RunEmulated) -> None:
-    run_emulated(3, _UNREAD, "battery.low_latency_masks.check_masks_that_differ", 8.0)
+    run_emulated(3, UNREAD, "battery.low_latency_masks.check_masks_that_differ", 8.0)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +214,7 @@ def test_low_latency_masks_that_differ_for_a_call(run_emulated: RunEmulated) -> 
     ],
 )
 def test_low_latency_ranks_that_do_not_come(run_emulated: RunEmulated, check: str) -> None:
-    run_emulated(2, _UNREAD, f"multi_gpu.low_latency_losses.{check}", 8.0)
+    run_emulated(2, UNREAD, f"multi_gpu.low_latency_losses.{check}", 8.0)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +229,7 @@ def test_a_signal_of_experts_that_does_not_come(run_emulated: RunEmulated) -> No
 
 
 def test_a_late_rank_comes_back(run_emulated: RunEmulated) -> None:
-    run_emulated(3, _UNREAD, "battery.low_latency_masks.check_late_rank_comes_back", 8.0)
+    run_emulated(3, UNREAD, "battery.low_latency_masks.check_late_rank_comes_back", 8.0)
 
 
 @pytest.mark.parametrize(

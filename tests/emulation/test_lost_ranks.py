@@ -13,6 +13,7 @@ import pytest
 
 from hybrid_ep.testing.cluster import RankError, VirtualCluster
 from tests.battery.cases import Case
+from tests.emulation.conftest import UNREAD
 from tests.emulation.engine import run
 from tests.multi_gpu.lost_ranks import CALLS_IN_A_ROW
 
@@ -29,7 +30,7 @@ def _lose_one(module: Path, *, low_latency: bool, shrink: bool, seed: int) -> tu
         join = ("multi_gpu.lost_ranks.join", alive, low_latency, shrink, TIMEOUT_S)
         cluster.run(run_here, *join, limit_s=LIMIT_S)
         call = "multi_gpu.lost_ranks.go_on_after_loss" if shrink else "multi_gpu.lost_ranks.call_until_lost"
-        cluster.start(run_here, "emulation.devices.check_unread", call)
+        cluster.start(run_here, UNREAD, call)
         time.sleep(0.5 + 0.3 * seed)
         lost = alive.pop(seed % NUM_RANKS)
         os.kill(cluster.process_id(lost), signal.SIGKILL)

@@ -17,7 +17,7 @@ from hybrid_ep.testing.cluster import RankError, VirtualCluster
 from tests.battery import refused_low_latency
 from tests.battery.cases import Case
 from tests.battery.low_latency import FORMATS
-from tests.emulation.conftest import RunEmulated
+from tests.emulation.conftest import UNREAD, RunEmulated
 from tests.emulation.engine import run
 
 CASES = [
@@ -270,7 +270,7 @@ def test_the_torch_engine_serves_rows_that_the_kernels_do_not_move(run_emulated:
 @pytest.mark.parametrize(("case_id", "format_name", "lost"), MASKED)
 def test_masks(run_by_kernels: RunEmulated, case_id: str, format_name: str, lost: tuple[int, ...]) -> None:
     case = _BY_ID[case_id]
-    run_by_kernels(case.num_ranks, "battery.low_latency_masks.check_masked", case, format_name, lost)
+    run_by_kernels(case.num_ranks, UNREAD, "battery.low_latency_masks.check_masked", case, format_name, lost)
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_survivors_go_on_without_a_rank_that_was_killed_after(
 ) -> None:
     grid = num_domains, size
     with _team(emulated_module, transport, 0, grid=grid, shrink=True) as (cluster, run_here):
-        cluster.start(run_here, "multi_gpu.lost_ranks.lose_one_after", step, lost)
+        cluster.start(run_here, UNREAD, "multi_gpu.lost_ranks.lose_one_after", step, lost)
         assert _named_by_survivors(cluster, lost, grid=grid) == [lost] * (num_domains * size - 1)
 
 
@@ -365,7 +365,7 @@ def test_survivors_go_on_without_a_rank_that_was_killed_after(
 def test_ranks_a_call_ahead_do_not_leave_out_those_that_wait(emulated_module: Path, transport: str) -> None:
     """Their hosts learn of the loss when the kernels have given up living ranks, too."""
     with _team(emulated_module, transport, 0, shrink=True, timeout_s=8.0) as (cluster, run_here):
-        cluster.start(run_here, "multi_gpu.lost_ranks.lose_one_after", "some", 3, True)
+        cluster.start(run_here, UNREAD, "multi_gpu.lost_ranks.lose_one_after", "some", 3, True)
         assert _named_by_survivors(cluster, 3) == [3] * 3
 
 
@@ -373,7 +373,7 @@ def test_ranks_wait_for_one_that_finds_the_loss_a_call_later(emulated_module: Pa
     """The dispatch of the lost rank has reached a rank that pauses before its combine."""
     with _team(emulated_module, "loopback", 0, shrink=True) as (cluster, run_here):
         pause_s = 0.9 * TIMEOUT_S
-        cluster.start(run_here, "multi_gpu.lost_ranks.lose_one_after", "some", 3, False, pause_s)
+        cluster.start(run_here, UNREAD, "multi_gpu.lost_ranks.lose_one_after", "some", 3, False, pause_s)
         assert _named_by_survivors(cluster, 3) == [3] * 3
 
 
@@ -391,7 +391,7 @@ def test_survivors_go_on_without_a_rank_that_was_killed_at_some_time(
 ) -> None:
     lost = seed % 4
     with _team(emulated_module, transport, seed, shrink=True) as (cluster, run_here):
-        cluster.start(run_here, "multi_gpu.lost_ranks.go_on_after_loss")
+        cluster.start(run_here, UNREAD, "multi_gpu.lost_ranks.go_on_after_loss")
         time.sleep(0.5 + 0.3 * seed)
         os.kill(cluster.process_id(lost), signal.SIGKILL)
         assert _named_by_survivors(cluster, lost) == [lost] * 3
@@ -401,7 +401,7 @@ def test_a_rank_that_was_late_does_not_go_on_alone(emulated_module: Path) -> Non
     """The others go on without it, and all meet again."""
     late = 1
     with _team(emulated_module, "loopback", 1, shrink=True) as (cluster, run_here):
-        cluster.start(run_here, "multi_gpu.lost_ranks.go_on_together", late)
+        cluster.start(run_here, UNREAD, "multi_gpu.lost_ranks.go_on_together", late)
         time.sleep(1.0)
         os.kill(cluster.process_id(late), signal.SIGSTOP)
         time.sleep(1.5 * TIMEOUT_S)
