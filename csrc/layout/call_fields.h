@@ -10,8 +10,8 @@ constexpr int32_t kAbsent = -1;
 
 // The number that identifies a dispatch: its buffer, and its number there. Each is modulo what its bits hold.
 constexpr int kDispatchNumberBits = 24;
-inline int32_t dispatch_number(int buffer, int number) {
-  return (buffer & 0x7f) << kDispatchNumberBits | (number & ((1 << kDispatchNumberBits) - 1));
+inline int32_t dispatch_number(int buffer, int64_t number) {
+  return (buffer & 0x7f) << kDispatchNumberBits | static_cast<int32_t>(number & ((1 << kDispatchNumberBits) - 1));
 }
 
 // Kinds of calls, as agreement.py numbers them.

@@ -440,5 +440,7 @@ def check_normal_calls() -> None:
                 buffer.combine(x, handle)
             assert taken() == [0, 0, 1]
             check_step()
+            engine.num_calls = 2**31 - 2  # of calls, as after days
             check_step()
             assert taken() == [0, 0, 0]
+            assert engine.num_calls == 2**31 + 4

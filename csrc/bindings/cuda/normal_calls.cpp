@@ -3,7 +3,7 @@
 // anything else: hybrid_ep/engine/cuda/repeated.py.
 #include <array>
 #include <optional>
-#include <string>
+#include <stdexcept>
 #include <utility>
 
 #include "bindings/cuda/address.h"
@@ -38,8 +38,7 @@ py::object make_named(const py::object& named, const Fields&... fields) {
 // The fields of a Route in hybrid_ep/engine/cuda/route.py that calls read.
 struct RouteFields {
   explicit RouteFields(py::handle route)
-      : chunk(item(route, 0)),
-        address(PyLong_AsSize_t(item(route, 1).ptr())),
+      : address(PyLong_AsSize_t(item(route, 1).ptr())),
         num_recv(integer(route, 3)),
         max_recv(integer(route, 4)),
         max_sent(integer(route, 5)),
@@ -50,7 +49,6 @@ struct RouteFields {
     if (PyErr_Occurred() != nullptr) throw py::error_already_set();
   }
 
-  py::handle chunk;
   uintptr_t address;
   int num_recv, max_recv, max_sent, num_sent_away, num_from_away, number;
   uintptr_t stream;
@@ -85,7 +83,7 @@ class EngineCalls {
     launches_.order().begin(stream);
     return stream;
   }
-  // The route of a handle; nullopt: it is another engine's, or its memory belongs to another stream.
+  // The route of a handle; nullopt: an engine of another kind has made it, or its memory belongs to another stream.
   std::optional<RouteFields> route_for(py::handle handle, cudaStream_t stream) const {
     const py::handle state = PyTuple_GET_ITEM(handle.ptr(), kStateOfHandle);
     if (!Py_IS_TYPE(state.ptr(), reinterpret_cast<PyTypeObject*>(route_type_.ptr()))) return std::nullopt;
@@ -94,7 +92,7 @@ class EngineCalls {
   }
   // Counts a launch, and returns its number.
   int count() const {
-    const int num_calls = engine_.attr(num_calls_).cast<int>() + 1;
+    const int64_t num_calls = engine_.attr(num_calls_).cast<int64_t>() + 1;
     engine_.attr(num_calls_) = num_calls;
     return dispatch_number(number_, num_calls);
   }
