@@ -179,10 +179,11 @@ class BaseBuffer:
         self.engine.raise_pending()
 
     def empty_cache(self) -> None:
-        """Gives back the receive slots that no result holds. Collective; waits for the GPU.
+        """Gives back memory that no result and no handle holds. Collective; waits for the GPU.
 
-        The pool of the cuda engine grows as results are held, and does not become smaller by itself. Results that are
-        alive keep their memory. Does nothing on the torch engine, which keeps no slots.
+        The receive slots of the cuda engine grow with its calls, and their number with the results that are held. They
+        do not become smaller by themselves. Results that are alive keep their memory. Does nothing on the torch engine,
+        which keeps no memory.
 
         Raises:
             ConfigError: a CUDA graph is being captured.

@@ -140,6 +140,7 @@ def test_refusals(run_emulated: RunEmulated, check: str) -> None:
 @pytest.mark.parametrize(
     "check",
     [
+        "multi_gpu.capacity.check_empty_cache",
         "multi_gpu.capacity.check_growth",
         "multi_gpu.capacity.check_pool",
         "multi_gpu.refusals.check_common_bounds_that_differ",

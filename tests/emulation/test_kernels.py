@@ -327,6 +327,7 @@ def test_what_one_rank_gets_wrong_all_are_told(run_emulated: RunEmulated, check:
 @pytest.mark.parametrize(
     "check",
     [
+        "capacity.check_empty_cache",
         "capacity.check_growth",
         "capacity.check_pool",
         "capacity.check_pool_grows",

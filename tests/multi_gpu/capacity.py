@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from typing import TYPE_CHECKING
 from unittest import mock
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:  # it needs the extension, and this file is read where it is n
     from hybrid_ep.engine.cuda.arena import Arena
 
 __all__ = [
+    "check_empty_cache",
     "check_exact_counts",
     "check_full_memory",
     "check_graph_slots",
@@ -55,6 +57,22 @@ def check_growth() -> None:
         assert arena.slot_bytes > grown
         combined, home, _ = buffer.combine(result[0], result[4], result[2])
         check_returned(combined, home, sent, rank, "after growth")
+
+
+def check_empty_cache() -> None:
+    """Slots that have grown become small again, and memory of routes is freed once no handle uses it."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    with make_buffer() as buffer:
+        arena = _arena(buffer)
+        small, hidden = arena.slot_bytes, 8192
+        sent = draw_tokens(1, [2 * small // (2 * hidden)] * num_ranks, hidden, 2, 2 * num_ranks)
+        *_, handle, _ = dispatch(buffer, sent, rank)
+        assert arena.slot_bytes > small
+        chunk = weakref.ref(handle.state.chunk)
+        del handle, _
+        buffer.empty_cache()
+        assert (arena.slot_bytes, chunk()) == (small, None)
+        round_trip(buffer, draw(2), "after empty_cache")
 
 
 def check_exact_counts() -> None:

@@ -79,6 +79,7 @@ def test_permuted(run_ranks: RunRanks, case: Case, check: Callable[..., None]) -
         ("refusals.check_misaligned_scales", ()),
         ("refusals.check_same_bytes", ()),
         ("refusals.check_too_many_tokens", ()),
+        ("capacity.check_empty_cache", ()),
         ("capacity.check_growth", ()),
         ("capacity.check_pool", ()),
     ],

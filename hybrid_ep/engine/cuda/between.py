@@ -414,6 +414,11 @@ class CudaBetween(LowLatencyChoice):
         return torch.maximum(kernels.masks(), super().masked().to(self.device, non_blocking=True))
 
     @one_at_a_time
+    def empty_cache(self) -> None:
+        self._arena.shrink()
+        self._routes.clear()
+
+    @one_at_a_time
     def barrier(self) -> None:
         torch.cuda.synchronize(self.device)
         kernels = self._low_latency_kernels
