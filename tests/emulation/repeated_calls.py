@@ -198,6 +198,7 @@ def check_masks() -> None:
                 stack.enter_context(mock.patch.object(kernels, name, spy))
             calls.check_step()
             calls.check_hooked_step()
+            dist.barrier()
             if calls.rank != last:
                 buffer.low_latency_update_mask_buffer(last, True)
                 _, counts, handle, _, _ = calls.dispatch()
@@ -217,6 +218,7 @@ def check_masks() -> None:
             buffer.low_latency_update_mask_buffer(other, True)
         assert not calls.is_open
         buffer.low_latency_clean_mask_buffer()
+        dist.barrier()  # or a rank could forget what another one has sent since
         for _ in range(2):
             calls.check_step()
         assert calls.is_open
