@@ -49,21 +49,21 @@ from hybrid_ep.engine.calls import (
     state_of,
 )
 from hybrid_ep.engine.cuda.arena import Arena, DispatchOutput, SlotLease
-from hybrid_ep.engine.cuda.combine import combine, combine_permuted, results_of
+from hybrid_ep.engine.cuda.combine import combine, combine_permuted
 from hybrid_ep.engine.cuda.compare import compare_calls
 from hybrid_ep.engine.cuda.experts import ExpertCopier
 from hybrid_ep.engine.cuda.faults import as_error
 from hybrid_ep.engine.cuda.low_latency import CudaLowLatency
-from hybrid_ep.engine.cuda.plan import (
-    DispatchPlan,
-    combine_shape_of,
-    plan_combine,
-    plan_dispatch,
-    shape_along,
-    shape_of,
-)
+from hybrid_ep.engine.cuda.plan import DispatchPlan, plan_dispatch, shape_along, shape_of
 from hybrid_ep.engine.cuda.refuse import refuse_within
-from hybrid_ep.engine.cuda.repeated import RepeatedCombine, RepeatedDispatch, RepeatedDispatchAlong
+from hybrid_ep.engine.cuda.repeated import (
+    RepeatedCombine,
+    RepeatedDispatch,
+    RepeatedDispatchAlong,
+    repeat_along,
+    repeat_combine,
+    repeat_dispatch,
+)
 from hybrid_ep.engine.cuda.route import (
     HostCounts,
     PermuteState,
@@ -190,21 +190,7 @@ class CudaEngine(Engine):
         return Dispatched(Rows(output.rows, output.scales), output.experts, output.weights, sent.reported, handle)
 
     def repeat_of(self, request: DispatchRequest) -> RepeatedDispatch | None:
-        # Handles and mappings have tensors, and differ from call to call.
-        if request.again is not None or request.replicas is not None:
-            return None
-        shape = shape_of(request, self.grid)
-        native: _cuda.RepeatedDispatch | None = self._repeated.get(shape)
-        if native is None:
-            planned = plan_dispatch(self.grid.rank, self.grid.num_ranks, shape)
-            if planned.refusal is not None:
-                return None
-            counts_at, max_rows = planned.native.counts_at, planned.max_rows
-            native = _cuda.RepeatedDispatch(
-                self, planned.native, request.bound, max_rows, counts_at, self.grid, Route, DispatchHandle
-            )
-            self._repeated.add(shape, native)
-        return RepeatedDispatch(self, request, native)
+        return repeat_dispatch(self, request)
 
     def dispatch_cached(self, request: CachedDispatchRequest, handle: DispatchHandle) -> Rows:
         return Rows(*self.repeat_of_cached(request, handle)(*request.rows, handle))
@@ -220,13 +206,7 @@ class CudaEngine(Engine):
         return Rows(output.rows, output.scales)
 
     def repeat_of_cached(self, request: CachedDispatchRequest, handle: DispatchHandle) -> RepeatedDispatchAlong:
-        shape = shape_along(request, handle, 0, max_rows=0)
-        native: _cuda.RepeatedDispatchAlong | None = self._repeated.get(shape)
-        if native is None:
-            planned = plan_dispatch(self.grid.rank, self.grid.num_ranks, shape)
-            native = _cuda.RepeatedDispatchAlong(self, planned.native, Route)
-            self._repeated.add(shape, native)
-        return RepeatedDispatchAlong(self, request, native)
+        return repeat_along(self, request, handle)
 
     def combine(self, request: CombineRequest, handle: DispatchHandle) -> Combined:
         return Combined(*self.repeat_of_combine(request, handle)(request.data, request.weights, request.bias, handle))
@@ -236,15 +216,7 @@ class CudaEngine(Engine):
         return combine(self, request, handle)
 
     def repeat_of_combine(self, request: CombineRequest, handle: DispatchHandle) -> RepeatedCombine:
-        shape = combine_shape_of(request, handle)
-        native: _cuda.RepeatedCombine | None = self._repeated.get(shape)
-        if native is None:
-            make_out, make_weights = results_of(shape, self.device)
-            native = _cuda.RepeatedCombine(
-                self, plan_combine(shape), make_out, make_weights if shape.num_weights else None, Route
-            )
-            self._repeated.add(shape, native)
-        return RepeatedCombine(self, request, native)
+        return repeat_combine(self, request, handle)
 
     def dispatch_permuted(self, request: DispatchRequest) -> Permuted:
         rows, routing = request.rows, request.routing

@@ -21,11 +21,21 @@ from hybrid_ep.engine.calls import (
     Routing,
     Rows,
 )
+from hybrid_ep.engine.cuda.combine import results_of
+from hybrid_ep.engine.cuda.plan import combine_shape_of, plan_combine, plan_dispatch, shape_along, shape_of
+from hybrid_ep.engine.cuda.route import Route
 
 if TYPE_CHECKING:
     from hybrid_ep.engine.cuda.engine import CudaEngine
 
-__all__ = ["RepeatedCombine", "RepeatedDispatch", "RepeatedDispatchAlong"]
+__all__ = [
+    "RepeatedCombine",
+    "RepeatedDispatch",
+    "RepeatedDispatchAlong",
+    "repeat_along",
+    "repeat_combine",
+    "repeat_dispatch",
+]
 
 
 class RepeatedDispatch:
@@ -95,3 +105,49 @@ class RepeatedCombine:
         if made is None:
             return engine.combine_in_steps(CombineRequest(data, weights, bias, self._num_sms), handle)
         return made
+
+
+# What makes the calls of a shape is kept in `engine._repeated`.
+
+
+def repeat_dispatch(engine: CudaEngine, request: DispatchRequest) -> RepeatedDispatch | None:
+    """See `Engine.repeat_of`."""
+    # Handles and mappings have tensors, and differ from call to call.
+    if request.again is not None or request.replicas is not None:
+        return None
+    grid, shape = engine.grid, shape_of(request, engine.grid)
+    native: _cuda.RepeatedDispatch | None = engine._repeated.get(shape)
+    if native is None:
+        planned = plan_dispatch(grid.rank, grid.num_ranks, shape)
+        if planned.refusal is not None:
+            return None
+        plan, max_rows = planned.native, planned.max_rows
+        native = _cuda.RepeatedDispatch(
+            engine, plan, request.bound, max_rows, plan.counts_at, grid, Route, DispatchHandle
+        )
+        engine._repeated.add(shape, native)
+    return RepeatedDispatch(engine, request, native)
+
+
+def repeat_along(engine: CudaEngine, request: CachedDispatchRequest, handle: DispatchHandle) -> RepeatedDispatchAlong:
+    """See `Engine.repeat_of_cached`."""
+    shape = shape_along(request, handle, 0, max_rows=0)
+    native: _cuda.RepeatedDispatchAlong | None = engine._repeated.get(shape)
+    if native is None:
+        planned = plan_dispatch(engine.grid.rank, engine.grid.num_ranks, shape)
+        native = _cuda.RepeatedDispatchAlong(engine, planned.native, Route)
+        engine._repeated.add(shape, native)
+    return RepeatedDispatchAlong(engine, request, native)
+
+
+def repeat_combine(engine: CudaEngine, request: CombineRequest, handle: DispatchHandle) -> RepeatedCombine:
+    """See `Engine.repeat_of_combine`."""
+    shape = combine_shape_of(request, handle)
+    native: _cuda.RepeatedCombine | None = engine._repeated.get(shape)
+    if native is None:
+        make_out, make_weights = results_of(shape, engine.device)
+        native = _cuda.RepeatedCombine(
+            engine, plan_combine(shape), make_out, make_weights if shape.num_weights else None, Route
+        )
+        engine._repeated.add(shape, native)
+    return RepeatedCombine(engine, request, native)
