@@ -23,6 +23,26 @@ def row_traits_or(of_any: Callable[..., object]) -> Callable[..., object]:
 def traits_or(of_any: Callable[..., object]) -> Callable[..., object]:
     """Makes `hybrid_ep.core.checks.traits`: it calls `of_any` where one is no plain tensor, or torch is too old."""
 
+def repeatable_method(
+    function: Callable[..., object],
+    names: tuple[str, ...],
+    num_positional: int,
+    values: tuple[object, ...],
+    reads: dict[str, tuple[str, ...]],
+    rows: tuple[str, ...] | None,
+    first_type: type,
+) -> Callable[..., Any]:
+    """Makes what `hybrid_ep.core.repeatable.repeatable` returns.
+
+    Args:
+        function: the method, in Python.
+        names: of its parameters, with `self`.
+        num_positional: how many of them may be given by position, the first ones.
+        values: of the last of them, where a call gives none.
+        reads, rows: as `repeatable` takes them.
+        first_type: of what `first` returns, a tuple.
+    """
+
 def scan_sysfs(*, sysroot: str) -> dict[str, Any]:
     """PCI devices, NICs, NUMA nodes and GPU distances; see `hybrid_ep.topology.probe`."""
 

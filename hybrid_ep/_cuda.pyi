@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,10 +25,16 @@ from hybrid_ep._C import nvshmem_proxy as nvshmem_proxy
 from hybrid_ep._C import tcp_proxy as tcp_proxy
 from hybrid_ep._C import verbs_proxy as verbs_proxy
 from hybrid_ep.core.geometry import RankGrid
-from hybrid_ep.engine.calls import DispatchedFields, DispatchHandle
+from hybrid_ep.engine.calls import (
+    DispatchHandle,
+    LowLatencyHandle,
+)
+from hybrid_ep.engine.calls import RepeatedLowLatencyCombine as RepeatedLowLatencyCombined
+from hybrid_ep.engine.calls import RepeatedLowLatencyDispatch as RepeatedLowLatencyDispatched
 from hybrid_ep.engine.cuda.engine import CudaEngine
 from hybrid_ep.engine.cuda.plan import CombineShape as PlannedCombine
 from hybrid_ep.engine.cuda.plan import DispatchShape as PlannedShape
+from hybrid_ep.engine.cuda.plan import LowLatencyPlan as PlanOfSize
 from hybrid_ep.engine.cuda.route import Chunk, Route
 
 version: str
@@ -290,6 +295,8 @@ class RouteMemory:
     def clear(self) -> None:
         """Drops the chunks. Their pieces stay as they are."""
 
+_Dispatched = tuple[Tensor, Tensor | None, Tensor, Tensor | None, list[int] | None, DispatchHandle]
+
 class RepeatedDispatch:
     """Keeps neither `engine`, nor what calls take."""
 
@@ -304,19 +311,16 @@ class RepeatedDispatch:
         route_type: type[Route],
         handle_type: type[DispatchHandle],
     ) -> None: ...
-    def __call__(
-        self, slots: SlotPool, rows: _Address, scales: _Address, topk_idx: _Address, topk_weights: _Address
-    ) -> DispatchedFields | None:
+    @property
+    def call(self) -> Callable[[Tensor, Tensor | None, Tensor, Tensor | None], _Dispatched | None]:
         """None: the call is still to be made."""
 
 class RepeatedDispatchAlong:
     """As `RepeatedDispatch`."""
 
     def __init__(self, engine: CudaEngine, plan: DispatchPlan, route_type: type[Route]) -> None: ...
-    def __call__(
-        self, slots: SlotPool, rows: _Address, scales: _Address, handle: DispatchHandle
-    ) -> tuple[Tensor, Tensor | None] | None:
-        """None: the call is still to be made."""
+    @property
+    def call(self) -> Callable[[Tensor, Tensor | None, DispatchHandle], tuple[Tensor, Tensor | None] | None]: ...
 
 class RepeatedCombine:
     """As `RepeatedDispatch`."""
@@ -329,16 +333,12 @@ class RepeatedCombine:
         make_weights: NewTensor | None,
         route_type: type[Route],
     ) -> None: ...
-    def __call__(
+    @property
+    def call(
         self,
-        slots: SlotPool,
-        rows: _Address,
-        weights: _Address,
-        bias_0: _Address,
-        bias_1: _Address,
-        handle: DispatchHandle,
-    ) -> tuple[Tensor, Tensor | None] | None:
-        """None: the call is still to be made."""
+    ) -> Callable[
+        [Tensor, Tensor | None, Tensor | None, Tensor | None, DispatchHandle], tuple[Tensor, Tensor | None] | None
+    ]: ...
 
 def push_rows(
     *,
@@ -364,9 +364,11 @@ class LayoutCounts:
         num_ranks_per_domain: int,
         device: torch.device,
         device_index: int,
+        current_stream: Callable[[int], int],
         by_python: bool = False,
     ) -> None: ...
-    def __call__(self, topk_idx: _Address, stream: int) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+    @property
+    def call(self) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]: ...
 
 class NewTensor:
     """Makes tensors as `torch.empty_strided` does."""
@@ -659,9 +661,40 @@ class RepeatedLowLatencyCalls:
     @property
     def is_open(self) -> bool: ...
 
+class LowLatencyState:
+    """The state of the cuda engine in a LowLatencyHandle.
+
+    Attributes:
+        plan: of the dispatch.
+        num_tokens: T.
+        chunk: the memory that its results beside the rows are a piece of.
+        results: address of the piece.
+        stream: that the dispatch was sent on.
+        is_received: whether its `finish` has run.
+    """
+
+    is_received: bool
+
+    def __init__(self, plan: PlanOfSize, num_tokens: int, chunk: Chunk, results: int, stream: int) -> None: ...
+    @property
+    def plan(self) -> PlanOfSize: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def chunk(self) -> Chunk: ...
+    @property
+    def results(self) -> int: ...
+    @property
+    def stream(self) -> int: ...
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        """`src_info` and `layout_range` of the handle."""
+
 class LowLatencyReceiveHook:
-    def at_once(self) -> bool: ...
-    def __call__(self) -> None: ...
+    def finish(self) -> None:
+        """As `LowLatencyDispatched.finish`."""
+
+    def __call__(self) -> None:
+        """What callers of a buffer call, once."""
 
 class RepeatedLowLatencyDispatch:
     def __init__(
@@ -669,41 +702,33 @@ class RepeatedLowLatencyDispatch:
         calls: RepeatedLowLatencyCalls,
         engine: object,
         has_hook: bool,
-        plan: LowLatencyPlan,
+        plan: PlanOfSize,
         num_tokens: int,
-        num_ints: int,
         make_rows: NewTensor,
         make_scales: NewTensor | None,
         results: RouteMemory,
-        make_state: Callable[[Any, int, int, bool], object],
+        handle_type: type[LowLatencyHandle],
+        grid: RankGrid,
     ) -> None: ...
-    def __call__(
-        self, rows: _Address, topk_idx: _Address, global_scale: _Address, wait_stats: _Address
-    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Any, Callable[[], None] | None] | None: ...
+    @property
+    def call(self) -> RepeatedLowLatencyDispatched: ...
 
 class RepeatedLowLatencyCombine:
+    """As `RepeatedLowLatencyDispatch`."""
+
     def __init__(
         self,
         calls: RepeatedLowLatencyCalls,
         engine: object,
         has_hook: bool,
+        num_tokens: int,
+        num_topk: int,
         make_out: NewTensor,
         use_logfmt: bool,
         min_tokens_to_sum: int,
     ) -> None: ...
-    def __call__(
-        self,
-        plan: LowLatencyPlan,
-        rows: _Address,
-        results: _Address,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        out: Tensor | None,
-        num_tokens: int,
-        wait_stats: Tensor | None,
-        stream: int,
-        state: object,
-    ) -> tuple[Tensor, Callable[[], None] | None] | None: ...
+    @property
+    def call(self) -> RepeatedLowLatencyCombined: ...
 
 class LowLatencyBetweenRegion(LowLatencyRegion):
     def __init__(

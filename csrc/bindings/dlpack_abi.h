@@ -11,6 +11,7 @@ constexpr int32_t kCuda = 2;
 struct Device {
   int32_t type, id;
 };
+constexpr uint8_t kInt = 0, kUInt = 1;
 struct DataType {
   uint8_t code, bits;
   uint16_t lanes;

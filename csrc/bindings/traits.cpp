@@ -1,9 +1,8 @@
 // What checks of a call's arguments read, in one call. Python would take as long for each attribute as this does for a
 // tensor.
-#include <pybind11/pybind11.h>
+#include "bindings/traits.h"
 
 #include <algorithm>
-#include <optional>
 #include <string>
 
 #include "bindings/bindings.h"
@@ -14,49 +13,20 @@ namespace {
 
 namespace py = pybind11;
 
-constexpr int kMaxArguments = 20, kMaxDims = 8;
+constexpr int kMaxDims = 8;
 
-// What an argument is that is no tensor.
-constexpr int16_t kNone = -1, kFalse = -2, kTrue = -3, kInt = -4;
+// What follows: what an argument is. A tensor is kTensor, its facts and sizes; an integer its value; a tuple the number
+// of its entries, and each of them.
+enum Kind : uint8_t { kNone, kFalse, kTrue, kInt, kTuple, kObject, kTensor };
 constexpr int64_t kAnyRows = -1;  // in place of a first size that need not be the same
 
-// Of one argument; the sizes of a tensor follow, or the value of an integer. Equal bytes mean equal traits.
-struct Traits {
+struct Facts {
   dlpack::Device device;
   dlpack::DataType dtype;
-  int16_t num_dims;  // or one of the kinds below
+  int16_t num_dims;
   bool is_contiguous, keeps_grad;
 };
-static_assert(sizeof(Traits) == 16, "has no padding");
-
-class TraitsOfArguments {
- public:
-  void add(const Traits& traits) { append(&traits, sizeof(traits)); }
-  void add(const Traits& traits, const int64_t* sizes, std::optional<int64_t> num_rows) {
-    add(traits);
-    append(sizes, traits.num_dims * sizeof(int64_t));
-    if (num_rows && traits.num_dims > 0 && sizes[0] == *num_rows) {
-      std::copy_n(reinterpret_cast<const char*>(&kAnyRows), sizeof(kAnyRows),
-                  bytes_ + num_bytes_ - traits.num_dims * sizeof(int64_t));
-    }
-  }
-  void add(int16_t kind) { add(Traits{{}, {}, kind, false, false}); }
-  void add_int(int64_t value) {
-    add(kInt);
-    append(&value, sizeof(value));
-  }
-
-  PyObject* as_bytes() const { return PyBytes_FromStringAndSize(bytes_, num_bytes_); }
-
- private:
-  void append(const void* from, size_t num_bytes) {
-    std::copy_n(static_cast<const char*>(from), num_bytes, bytes_ + num_bytes_);
-    num_bytes_ += num_bytes;
-  }
-
-  char bytes_[kMaxArguments * (sizeof(Traits) + kMaxDims * sizeof(int64_t))];
-  size_t num_bytes_ = 0;
-};
+static_assert(sizeof(Facts) == 16, "has no padding");
 
 bool is_contiguous(const dlpack::Tensor& tensor) {
   if (tensor.strides == nullptr) return true;
@@ -71,43 +41,27 @@ bool is_contiguous(const dlpack::Tensor& tensor) {
   return is_packed;
 }
 
-class Reader {
+// What is needed of torch.
+class Torch {
  public:
-  explicit Reader(const py::module_& torch)
-      : tensor_type_(torch.attr("Tensor")), is_grad_enabled_(torch.attr("is_grad_enabled")) {
+  Torch()
+      : module_(py::module_::import("torch")),
+        tensor_type_(module_.attr("Tensor")),
+        is_grad_enabled_(module_.attr("is_grad_enabled")) {
     const dlpack::ExchangeApi* api = exchange_api();
     if (api != nullptr) describe_ = api->describe;
   }
 
-  // Adds the traits of a tensor, None, a bool or an int of 64 bits. Returns false, without a Python error, for anything
-  // else, and for tensors of other classes and without memory. `num_rows`: as `row_traits` takes it.
-  bool read(PyObject* object, std::optional<int64_t> num_rows, TraitsOfArguments* found) const {
-    if (object == Py_None || object == Py_False || object == Py_True) {
-      found->add(object == Py_None ? kNone : object == Py_False ? kFalse : kTrue);
-      return true;
-    }
-    if (PyLong_CheckExact(object)) {
-      int overflow = 0;
-      const int64_t value = PyLong_AsLongLongAndOverflow(object, &overflow);
-      if (overflow == 0) found->add_int(value);
-      return overflow == 0;
-    }
-    if (describe_ == nullptr || !Py_IS_TYPE(object, reinterpret_cast<PyTypeObject*>(tensor_type_.ptr()))) return false;
-    dlpack::Tensor tensor{};
-    if (describe_(object, &tensor) == 0 && tensor.num_dims <= kMaxDims) {
-      const int keeps_grad = has_gradient(object);
-      if (keeps_grad >= 0) {
-        const auto num_dims = static_cast<int16_t>(tensor.num_dims);
-        found->add({tensor.device, tensor.dtype, num_dims, is_contiguous(tensor), keeps_grad == 1}, tensor.shape,
-                   num_rows);
-        return true;
-      }
-    }
-    PyErr_Clear();
-    return false;
+  static const Torch& get() {
+    PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<Torch> stored;
+    return stored.call_once_and_store_result([] { return Torch(); }).get_stored();
   }
 
- private:
+  // Returns false, maybe with a Python error, for anything but a tensor of torch's own class that has memory.
+  bool describe(PyObject* object, dlpack::Tensor* tensor) const {
+    return describe_ != nullptr && Py_IS_TYPE(object, reinterpret_cast<PyTypeObject*>(tensor_type_.ptr())) &&
+           describe_(object, tensor) == 0;
+  }
   // Whether what is computed from a tensor has a gradient; −1: a Python error.
   int has_gradient(PyObject* tensor) const {
     const auto requires_grad = py::reinterpret_steal<py::object>(PyObject_GetAttr(tensor, requires_grad_.ptr()));
@@ -116,7 +70,8 @@ class Reader {
     return is_enabled ? is_enabled.ptr() == Py_True : -1;
   }
 
-  py::object tensor_type_, is_grad_enabled_;
+ private:
+  py::object module_, tensor_type_, is_grad_enabled_;
   py::str requires_grad_ = "requires_grad";
   int (*describe_)(void*, dlpack::Tensor*) = nullptr;
 };
@@ -124,12 +79,10 @@ class Reader {
 // Bytes for all arguments but the first `num_skipped`; if one cannot be described, what `of_any` returns for them all.
 PyObject* traits_of(PyObject* of_any, PyObject* const* objects, Py_ssize_t num_objects, Py_ssize_t num_skipped,
                     std::optional<int64_t> num_rows) {
-  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<Reader> stored;
-  const Reader& reader =
-      stored.call_once_and_store_result([] { return Reader(py::module_::import("torch")); }).get_stored();
   TraitsOfArguments found;
-  bool all = num_objects - num_skipped <= kMaxArguments;
-  for (Py_ssize_t i = num_skipped; all && i < num_objects; ++i) all = reader.read(objects[i], num_rows, &found);
+  found.set_num_rows(num_rows);
+  bool all = true;
+  for (Py_ssize_t i = num_skipped; all && i < num_objects; ++i) all = found.add(objects[i]);
   return all ? found.as_bytes() : PyObject_Vectorcall(of_any, objects, num_objects, nullptr);
 }
 
@@ -151,6 +104,66 @@ PyObject* row_traits(PyObject* of_any, PyObject* const* objects, Py_ssize_t num_
 }
 
 }  // namespace
+
+bool TraitsOfArguments::add(PyObject* object) {
+  if (object == Py_None) return add_kind(kNone);
+  if (object == Py_False || object == Py_True) return add_kind(object == Py_True ? kTrue : kFalse);
+  if (PyLong_CheckExact(object)) {
+    int overflow = 0;
+    const int64_t value = PyLong_AsLongLongAndOverflow(object, &overflow);
+    return overflow == 0 && add_int(value);
+  }
+  if (PyTuple_CheckExact(object)) {
+    const Py_ssize_t num = PyTuple_GET_SIZE(object);
+    bool all = add_kind(kTuple) && append(&num, sizeof(num));
+    for (Py_ssize_t i = 0; all && i < num; ++i) {
+      PyObject* const item = PyTuple_GET_ITEM(object, i);
+      all = !PyTuple_CheckExact(item) && add(item);
+    }
+    return all;
+  }
+  if (add_tensor(object)) return true;
+  PyErr_Clear();
+  return false;
+}
+
+bool TraitsOfArguments::add(PyObject* object, const std::vector<py::object>& attributes) {
+  if (!add_kind(kObject) || !add_identity(Py_TYPE(object))) return false;
+  for (const py::object& name : attributes) {
+    const auto value = py::reinterpret_steal<py::object>(PyObject_GetAttr(object, name.ptr()));
+    if (!value) PyErr_Clear();
+    if (!value || !(PyLong_CheckExact(value.ptr()) ? add(value.ptr()) : add_identity(value.ptr()))) return false;
+  }
+  return true;
+}
+
+bool TraitsOfArguments::add_identity(const void* object) { return append(&object, sizeof(object)); }
+
+bool TraitsOfArguments::add_kind(uint8_t kind) { return append(&kind, sizeof(kind)); }
+
+bool TraitsOfArguments::add_int(int64_t value) { return add_kind(kInt) && append(&value, sizeof(value)); }
+
+bool TraitsOfArguments::add_tensor(PyObject* object) {
+  const Torch& torch = Torch::get();
+  dlpack::Tensor tensor{};
+  if (!torch.describe(object, &tensor) || tensor.num_dims > kMaxDims) return false;
+  const bool is_integer = tensor.dtype.code == dlpack::kInt || tensor.dtype.code == dlpack::kUInt;
+  const int keeps_grad = is_integer ? 0 : torch.has_gradient(object);  // asking costs as much as the rest
+  if (keeps_grad < 0) return false;
+  const auto num_dims = static_cast<int16_t>(tensor.num_dims);
+  const Facts facts{tensor.device, tensor.dtype, num_dims, is_contiguous(tensor), keeps_grad == 1};
+  int64_t sizes[kMaxDims];
+  std::copy_n(tensor.shape, num_dims, sizes);
+  if (num_rows_ && num_dims > 0 && sizes[0] == *num_rows_) sizes[0] = kAnyRows;
+  return add_kind(kTensor) && append(&facts, sizeof(facts)) && append(sizes, num_dims * sizeof(int64_t));
+}
+
+bool TraitsOfArguments::append(const void* from, size_t num_bytes) {
+  if (num_bytes > sizeof(bytes_) - num_bytes_) return false;
+  std::copy_n(static_cast<const char*>(from), num_bytes, bytes_ + num_bytes_);
+  num_bytes_ += num_bytes;
+  return true;
+}
 
 void add_traits(py::module_& module) {
   // They return no function of pybind11, whose call would take as long as this one.

@@ -7,9 +7,10 @@ combined_x, event, hook = buffer.low_latency_combine(y, topk_idx, topk_weights, 
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,11 +30,17 @@ from hybrid_ep.core.checks import (
 )
 from hybrid_ep.core.event import EventOverlap
 from hybrid_ep.core.logfmt import CHANNELS_PER_HEADER
+from hybrid_ep.core.quantize import Nvfp4Format, RowFormat
+from hybrid_ep.core.repeatable import Repeat, first, repeatable
 from hybrid_ep.engine.base import Engine
 from hybrid_ep.engine.calls import (
+    LowLatencyCombinedFields,
     LowLatencyCombineRequest,
     LowLatencyDispatchRequest,
+    LowLatencyFields,
     LowLatencyHandle,
+    RepeatedLowLatencyCombine,
+    RepeatedLowLatencyDispatch,
 )
 from hybrid_ep.errors import ConfigError, TransportError
 
@@ -89,7 +96,7 @@ class LowLatencyCalls(LowLatencyArguments):
         combine_bytes = _aligned(tokens * num_topk * row_bytes) + num_ranks * _aligned(tokens * num_topk * 4)
         return _CONTROL_BYTES + _NUM_BUFFERS * (dispatch_bytes + combine_bytes)
 
-    @plain_tensors
+    @repeatable()
     def low_latency_dispatch(
         self,
         x: Tensor,
@@ -170,13 +177,6 @@ class LowLatencyCalls(LowLatencyArguments):
         stats, waits = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
         tensors = x, topk_idx, stats, waits, topk_weights, x_global_scale
         given = traits(*tensors, max_tokens, num_experts, *kinds, async_finish, return_recv_hook)
-        repeat = self._passed.get(given)
-        if repeat is not None:
-            rows, counts, handle, finish = repeat(x, topk_idx, x_global_scale, waits)
-            if stats is not None:
-                finish = _then_add(finish, counts, stats)
-            hook = None if finish is None else self._receive_or_return(engine, finish, return_recv_hook)
-            return _as_returned(rows, use_nvfp4), counts, handle, EventOverlap(), hook
         try:
             if given not in self._passed:
                 require_int("num_max_dispatch_tokens_per_rank", max_tokens, minimum=1)
@@ -211,14 +211,15 @@ class LowLatencyCalls(LowLatencyArguments):
             rows, counts, handle, finish = engine.low_latency_dispatch(request)
             if stats is not None:
                 finish = _then_add(finish, counts, stats)
-            hook = None if finish is None else self._receive_or_return(engine, finish, return_recv_hook)
+            hook = None if finish is None else self._receive_or_return(finish, return_recv_hook)
         event = self._comm_stream.finish(None, async_finish, (*tensors, *rows, handle.memory))
+        result = _as_returned(rows, use_nvfp4), counts, handle, event, hook
         is_plain = not async_finish and request.data is x and request.topk_idx is topk_idx
-        if is_plain and given in self._passed:
-            self._passed[given] = engine.repeat_of_low_latency(request)
-        return _as_returned(rows, use_nvfp4), counts, handle, event, hook
+        if not is_plain or given not in self._passed:
+            return result
+        return first(result, _repeat_dispatch(engine.repeat_of_low_latency(request), request.fmt))
 
-    @plain_tensors
+    @repeatable(reads={"handle": ("grid", "num_max_tokens_per_rank", "hidden", "num_experts")})
     def low_latency_combine(
         self,
         x: Tensor,
@@ -305,16 +306,16 @@ class LowLatencyCalls(LowLatencyArguments):
             if type(handle) is not LowLatencyHandle or handle.grid is not self.grid:
                 self._check_low_latency_handle(handle)
             if zero_copy is not False and require_bool("zero_copy", zero_copy):
-                if self._combine_buffer is None or self._combine_buffer[0] is not handle:
+                written = self._written_for(handle)
+                if written is None:
                     raise ConfigError(
                         "zero_copy is True without a buffer; allowed: get_next_low_latency_combine_buffer(handle) first"
                     )
-                x = self._combine_buffer[1]
+                x = written
             waits = combine_wait_recv_cost_stats
             sizes = handle.num_max_tokens_per_rank, handle.hidden, handle.num_experts
             flags = use_logfmt, zero_copy, overlap, async_finish, return_recv_hook
             given = traits(x, topk_idx, topk_weights, out, waits, *sizes, *flags)
-            repeat = self._passed.get(given)
             if given not in self._passed:
                 require_bools(("use_logfmt", "overlap"), (use_logfmt, overlap))
                 if use_logfmt and handle.hidden % CHANNELS_PER_HEADER:
@@ -335,10 +336,6 @@ class LowLatencyCalls(LowLatencyArguments):
         except ConfigError as error:
             engine.refuse("low_latency_combine", error)
             raise
-        if repeat is not None:
-            out, finish = repeat(x, topk_idx, topk_weights, out, waits, handle)
-            hook = None if finish is None else self._receive_or_return(engine, finish, return_recv_hook)
-            return out, EventOverlap(), hook
         if out is None:
             out = torch.empty(topk_idx.shape[0], handle.hidden, dtype=torch.bfloat16, device=x.device)
         with self._comm_stream.scope(None, async_finish):
@@ -353,14 +350,15 @@ class LowLatencyCalls(LowLatencyArguments):
                 return_recv_hook,
             )
             finish = engine.low_latency_combine(request, handle)
-            hook = None if finish is None else self._receive_or_return(engine, finish, return_recv_hook)
+            hook = None if finish is None else self._receive_or_return(finish, return_recv_hook)
         tensors = (x, topk_idx, topk_weights, handle.memory, out, waits, signals and signals.raised)
         event = self._comm_stream.finish(None, async_finish, tensors)
         is_packed = request.data is x and request.topk_idx is topk_idx and request.topk_weights is topk_weights
-        is_plain = is_packed and not (overlap or async_finish)
-        if is_plain and given in self._passed:
-            self._passed[given] = engine.repeat_of_low_latency_combine(request)
-        return out, event, hook
+        result = out, event, hook
+        is_plain = is_packed and not overlap and not async_finish and handle.grid is self.grid
+        if not is_plain or given not in self._passed:
+            return result
+        return first(result, _repeat_combine(engine.repeat_of_low_latency_combine(request), bool(zero_copy)))
 
     @plain_tensors
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
@@ -464,15 +462,16 @@ class LowLatencyCalls(LowLatencyArguments):
     def raise_pending(self) -> None:
         self._finish(super().raise_pending)
 
-    def _receive_or_return(self, engine: Engine, finish: Hook, return_recv_hook: bool) -> Hook | None:
+    def _receive_or_return(self, finish: Hook, return_recv_hook: bool) -> Hook | None:
         """Receives, or returns the hook that does."""
         if return_recv_hook:
             return _ReceiveHook(self, finish)
-        self._receive(engine, finish)
+        self._receive(finish)
         return None
 
-    def _receive(self, engine: Engine, finish: Hook) -> None:
+    def _receive(self, finish: Hook) -> None:
         """Receives. If lost ranks are only masked, completes the call without them."""
+        engine = self.engine
         told: set[int] = set()
         while True:
             try:
@@ -490,6 +489,29 @@ class LowLatencyCalls(LowLatencyArguments):
                 told.add(error.peer)
                 if not engine.completes_lost_calls:
                     return
+
+    @plain_tensors
+    def _receive_late(self, finish: Hook, num_calls: int, num_cleanings: int) -> None:
+        """Receives for a hook.
+
+        Args:
+            finish: receives; see `LowLatencyDispatched.finish`.
+            num_calls: of the hook.
+            num_cleanings: of the buffer when the hook's call sent.
+        """
+        # Otherwise it would wait for what no rank sends, or take the place of a later call.
+        if num_calls > 1:
+            require(False, "calls of one receive hook", num_calls, "1")
+        since = self._num_cleanings - num_cleanings
+        if since > 0:
+            require(False, "calls of clean_low_latency_buffer since a hook's call", since, "0")
+        self._receive(finish)
+
+    def _written_for(self, handle: LowLatencyHandle) -> Tensor | None:
+        """What `get_next_low_latency_combine_buffer` has returned for a handle, if for this one last."""
+        return (
+            None if self._combine_buffer is None or self._combine_buffer[0] is not handle else self._combine_buffer[1]
+        )
 
     def _finish(self, finish: Hook) -> None:
         """Runs what may find that a rank is lost."""
@@ -519,7 +541,7 @@ class LowLatencyCalls(LowLatencyArguments):
 
 
 class _ReceiveHook:
-    """The hook that receives. A class, so that `plain_tensors` decorates it once and not in each call.
+    """The hook that receives. Repeated calls of the cuda engine have one in C++.
 
     Args:
         calls: of the buffer whose call has sent.
@@ -534,22 +556,50 @@ class _ReceiveHook:
 
     def __call__(self) -> None:
         self._num_calls += 1
-        if self._num_calls == 1 and self._num_cleanings == self._calls._num_cleanings:
-            at_once = getattr(self._finish, "at_once", None)
-            if at_once is not None and at_once():
-                return
-        self._receive()
+        self._calls._receive_late(self._finish, self._num_calls, self._num_cleanings)
 
-    @plain_tensors
-    def _receive(self) -> None:
-        calls = self._calls
-        # Otherwise it would wait for what no rank sends, or take the place of a later call.
-        if self._num_calls > 1:
-            require(False, "calls of one receive hook", self._num_calls, "1")
-        since = calls._num_cleanings - self._num_cleanings
-        if since > 0:
-            require(False, "calls of clean_low_latency_buffer since a hook's call", since, "0")
-        calls._receive(calls.engine, self._finish)
+
+def _repeat_dispatch(call: RepeatedLowLatencyDispatch | None, fmt: RowFormat | None) -> Repeat | None:
+    if call is None:
+        return None
+    takes = (
+        "self",
+        "x",
+        "topk_idx",
+        "cumulative_local_expert_recv_stats",
+        "dispatch_wait_recv_cost_stats",
+        "x_global_scale",
+    )
+    if fmt is None:
+        return Repeat(call, takes, (0, 2, 3, EventOverlap, 4))
+    if isinstance(fmt, Nvfp4Format):
+        call = functools.partial(_permuted, call)
+    return Repeat(call, takes, ((0, 1), 2, 3, EventOverlap, 4))
+
+
+def _permuted(call: RepeatedLowLatencyDispatch, *arguments: Any) -> LowLatencyFields | None:
+    """A repeated dispatch of NVFP4 rows."""
+    made = call(*arguments)
+    if made is None:
+        return None
+    rows, scales, *others = made
+    assert scales is not None
+    return (rows.permute(_ROWS_ORDER), scales.permute(_SCALES_ORDER), *others)  # type: ignore[return-value]
+
+
+def _repeat_combine(call: RepeatedLowLatencyCombine | None, zero_copy: bool) -> Repeat | None:
+    if call is None:
+        return None
+    takes = "self", "x", "topk_idx", "topk_weights", "handle", "out", "combine_wait_recv_cost_stats"
+    return Repeat(functools.partial(_zero_copy, call) if zero_copy else call, takes, (0, EventOverlap, 1))
+
+
+def _zero_copy(
+    call: RepeatedLowLatencyCombine, calls: LowLatencyCalls, _: Tensor, *arguments: Any
+) -> LowLatencyCombinedFields | None:
+    """A repeated combine of what was written for the handle."""
+    written = calls._written_for(arguments[2])
+    return None if written is None else call(calls, written, *arguments)
 
 
 def _as_returned(rows: tuple[Tensor, Tensor | None], use_nvfp4: bool) -> Tensor | tuple[Tensor, Tensor]:

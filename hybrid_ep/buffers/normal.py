@@ -9,7 +9,10 @@ The engine moves the tokens. This file checks arguments and shapes results.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import operator
+from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
 import torch
@@ -24,18 +27,31 @@ from hybrid_ep.buffers.local_memory import LocalMemory
 from hybrid_ep.buffers.low_latency import LowLatencyCalls
 from hybrid_ep.buffers.normal_arguments import NormalArguments, Parts, Tokens, as_given, parts_of
 from hybrid_ep.core import kernels
-from hybrid_ep.core.calls import plain_tensors
 from hybrid_ep.core.checks import MAX_BYTES, Passed, require, require_bool, require_int, row_traits, traits
 from hybrid_ep.core.config import Config
 from hybrid_ep.core.event import EventHandle, EventOverlap
 from hybrid_ep.core.layout import compute_layout, layout_by_kernel
-from hybrid_ep.engine.calls import DispatchedFields, DispatchHandle
+from hybrid_ep.core.repeatable import Memo, Repeat, first, repeatable
+from hybrid_ep.engine.calls import (
+    DispatchedFields,
+    DispatchHandle,
+    RepeatedCombine,
+    RepeatedDispatch,
+    RepeatedDispatchAlong,
+)
 
 __all__ = ["Buffer", "topk_idx_t"]
 
 topk_idx_t = torch.int64
 
 _X = TypeVar("_X", Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor])
+
+# What calls must have in common for one to repeat the other, beside what tensors and numbers tell.
+_READS = {
+    "self": ("_num_sms_without_config",),
+    "handle": ("grid", "num_tokens", "num_topk", "num_experts"),
+    "config": ("num_sms",),
+}
 
 DispatchResult = tuple[
     Tokens,
@@ -143,8 +159,10 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
         self.lost_ranks = env.LOST_RANKS.get() if lost_ranks is None else lost_ranks
         require(self.lost_ranks in ("raise", "mask"), "lost_ranks", lost_ranks, "raise or mask")
         self._local_memory: dict[bool, Tensor] = {}
-        self._passed, self._layouts = Passed(), Passed()
+        self._passed = Passed()
         super().__init__(group, comm, engine=engine, num_ranks_per_domain=num_ranks_per_domain, timeout_s=timeout_s)
+        usable = None if self.group is None else functools.partial(operator.contains, self._groups, self.group)
+        self._repeats = Memo(usable)
         if enable_shrink:
             self.engine.allow_masks(only_masks_lost=self.lost_ranks == "mask")
 
@@ -164,7 +182,8 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
         self.close()
 
     def close(self) -> None:
-        self._passed.clear()  # its values hold the engine
+        for memo in self._passed, self._repeats:
+            memo.clear()  # its values hold the engine
         self._combine_buffer = None
         super().close()
 
@@ -213,7 +232,7 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
         require_int("num_ranks", num_ranks, minimum=1)
         return Config(Buffer.num_sms)
 
-    @plain_tensors
+    @repeatable()
     def get_dispatch_layout(
         self,
         topk_idx: Tensor,
@@ -246,23 +265,19 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
             [[2], [1, 2, 0, 0], [[True], [True]]]
         """
         _ = self.engine
-        is_plain = previous_event is None and async_finish is False
-        given = traits(topk_idx, num_experts) if is_plain else None
-        repeat = self._layouts.get(given)
-        if repeat is not None:
-            per_rank, per_domain, per_expert, in_rank = repeat(topk_idx)
-            has_domains = self.grid.num_ranks_per_domain < self.group_size
-            return per_rank, per_domain if has_domains else None, per_expert, in_rank, EventOverlap()
         self._num_local_experts(num_experts)
         self._check_topk(topk_idx, None, num_experts, device=None)
         sizes = num_experts, self.group_size, self.grid.num_ranks_per_domain
         with self._comm_stream.scope(previous_event, async_finish):
             layout = compute_layout(topk_idx.contiguous(), *sizes)
         event = self._comm_stream.finish(previous_event, async_finish, (topk_idx, *layout))
-        if is_plain and kernels.run_on(topk_idx) and topk_idx.is_contiguous():
-            self._layouts.add(given, layout_by_kernel(topk_idx, *sizes))
-        per_domain = layout.num_tokens_per_domain if self.grid.num_domains > 1 else None
-        return layout.num_tokens_per_rank, per_domain, layout.num_tokens_per_expert, layout.is_token_in_rank, event
+        per_rank, per_domain, per_expert, in_rank = layout
+        has_domains = self.grid.num_domains > 1
+        result = per_rank, per_domain if has_domains else None, per_expert, in_rank, event
+        if not kernels.run_on(topk_idx) or not topk_idx.is_contiguous() or async_finish or previous_event is not None:
+            return result
+        gives = 0, 1 if has_domains else None, 2, 3, EventOverlap
+        return first(result, Repeat(layout_by_kernel(topk_idx, *sizes), ("topk_idx",), gives))
 
     @overload
     def dispatch(
@@ -342,6 +357,7 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
         allocate_on_comm_stream: bool = False,
     ) -> DispatchResult: ...
 
+    @repeatable(reads=_READS)
     @collective("dispatch")
     def dispatch(
         self,
@@ -425,24 +441,20 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
                 self._check_layout_along(handle, is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert)
             of_handle = handle.num_tokens, handle.num_topk, handle.num_experts
             along = "along a handle", traits(*sent, expert_alignment, num_worst_tokens), num_sms, of_handle
-            repeat_along = self._passed.get(along)
-            if repeat_along is not None and previous_event is None and async_finish is False:
-                return as_given(repeat_along(*sent[:2], handle), sent), None, None, None, None, EventOverlap()
             with self._comm_stream.scope(previous_event, async_finish):
                 request = self._along(along, handle, sent, (expert_alignment, num_worst_tokens), num_sms)
                 received = engine.dispatch_cached(request, handle)
             event = self._comm_stream.finish(previous_event, async_finish, (*request.rows, *received))
-            return as_given(received, sent), None, None, None, None, event
+            result_along = as_given(received, sent), None, None, None, None, event
+            if async_finish or previous_event is not None or handle.grid is not self.grid:
+                return result_along
+            return first(result_along, _repeat_along(self._passed.get(along), x, num_worst_tokens))
 
         layout = is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert
         sizes = expert_alignment, num_worst_tokens
         given = traits(*sent, topk_idx, topk_weights, *layout, *sizes), num_sms
         repeat = self._passed.get(given)
         result: DispatchedFields
-        if repeat is not None and previous_event is None and async_finish is False:
-            # The usual call. It enters as few functions of Python as it can, because each takes the host time.
-            result = repeat(sent[0], sent[1], topk_idx, topk_weights)
-            return _shape(result, sent, True, expert_alignment, EventOverlap())
         with self._comm_stream.scope(previous_event, async_finish):
             # Here, because it may copy scales, and make indices.
             if repeat is None:
@@ -454,7 +466,10 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
                 result = (*result[:3], engine.exchange_expert_counts(num_tokens_per_expert), result[4])
         tensors = (*sent, topk_idx, topk_weights, *result[0], *result[1:3])
         event = self._comm_stream.finish(previous_event, async_finish, tensors)
-        return _shape(result, sent, topk_idx is not None, expert_alignment, event)
+        shaped = _shape(result, sent, topk_idx is not None, expert_alignment, event)
+        if async_finish or previous_event is not None:
+            return shaped
+        return first(shaped, _repeat_dispatch(self._passed.get(given), x, *sizes))
 
     @overload
     def combine(
@@ -495,6 +510,7 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]: ...
 
+    @repeatable(reads=_READS, rows=("handle", "num_recv", "x", "topk_weights"))
     @collective("combine")
     def combine(
         self,
@@ -547,14 +563,14 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
         num_sms = Buffer._num_sms_without_config if config is None else _sms_of(config)
         of_rows = row_traits(handle.num_recv, x, topk_weights), traits(*biases) if biases else None
         given = "received", *of_rows, num_sms, handle.num_tokens, handle.num_topk, handle.num_experts
-        repeat = self._passed.get(given)
-        if repeat is not None and previous_event is None and async_finish is False:
-            return *repeat(x, topk_weights, biases, handle), EventOverlap()
         with self._comm_stream.scope(previous_event, async_finish):
             request = self._received(given, x, topk_weights, biases, num_sms, handle)
             combined = engine.combine(request, handle)
         tensors = (x, topk_weights, *biases, *combined)
-        return *combined, self._comm_stream.finish(previous_event, async_finish, tensors)
+        result = *combined, self._comm_stream.finish(previous_event, async_finish, tensors)
+        if async_finish or previous_event is not None or handle.grid is not self.grid:
+            return result
+        return first(result, _repeat_combine(self._passed.get(given), bias))
 
     # DeepEP has separate calls between nodes. Here one call serves any number of domains.
     internode_dispatch = dispatch_pcie = dispatch
@@ -570,9 +586,55 @@ def _shape(
     if counts is not None:  # there was no bound
         aligned = counts if isinstance(counts, list) else counts.tolist()
         if alignment > 1:
-            aligned = [-(-count // alignment) * alignment for count in aligned]
+            aligned = _up_to(aligned, alignment)
     tokens = rows[0] if rows[1] is None else as_given(rows, sent)
     return tokens, topk_idx if has_topk else None, topk_weights, aligned, handle, event
+
+
+def _parts_taken(x: object) -> tuple[str | tuple[str, int], tuple[str, int] | None]:
+    """Rows and scales, as a Repeat takes them."""
+    return (("x", 0), ("x", 1)) if isinstance(x, tuple) else ("x", None)
+
+
+def _repeat_dispatch(repeat: RepeatedDispatch | None, x: object, alignment: int, bound: int) -> Repeat | None:
+    if repeat is None:
+        return None
+    call = repeat.call if alignment == 1 or bound else functools.partial(_aligned, repeat.call, alignment)
+    tokens = (0, 1) if isinstance(x, tuple) else 0
+    takes = *_parts_taken(x), "topk_idx", "topk_weights"
+    return Repeat(call, takes, (tokens, 2, 3, list if bound else 4, 5, EventOverlap))
+
+
+def _aligned(call: Callable[..., Any], alignment: int, *arguments: Any) -> Any:
+    """A repeated dispatch whose counts are multiples of `alignment`."""
+    made = call(*arguments)
+    return made and (*made[:4], _up_to(made[4], alignment), made[5])
+
+
+def _up_to(counts: list[int], alignment: int) -> list[int]:
+    return [-(-count // alignment) * alignment for count in counts]
+
+
+def _repeat_along(repeat: RepeatedDispatchAlong | None, x: object, bound: int) -> Repeat | None:
+    if repeat is None:
+        return None
+    tokens = (0, 1) if isinstance(x, tuple) else 0
+    call = functools.partial(_along_rows, repeat.call, bound) if bound else repeat.call
+    return Repeat(call, (*_parts_taken(x), "handle"), (tokens, None, None, None, None, EventOverlap))
+
+
+def _along_rows(call: Callable[..., Any], bound: int, data: Tensor, scales: Tensor | None, handle: Any) -> Any:
+    """A repeated dispatch along a handle that was made with this bound."""
+    return call(data, scales, handle) if handle.num_recv == bound else None
+
+
+def _repeat_combine(repeat: RepeatedCombine | None, bias: object) -> Repeat | None:
+    if repeat is None:
+        return None
+    biases: tuple[str | tuple[str, int] | None, ...] = (None if bias is None else "bias", None)
+    if isinstance(bias, tuple):
+        biases = (*[("bias", i) for i in range(len(bias))], None, None)[:2]
+    return Repeat(repeat.call, ("x", "topk_weights", *biases, "handle"), (0, 1, EventOverlap))
 
 
 def _sms_of(config: Config) -> int:

@@ -6,6 +6,7 @@ Nothing here talks to another rank. Tensors may be on any device; only the funct
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -89,43 +90,25 @@ def compute_layout(topk_idx: Tensor, num_experts: int, num_ranks: int, num_ranks
     return Layout(per_rank, in_domain.sum(0, dtype=torch.int32), per_expert, in_rank)
 
 
-class LayoutByKernel:
-    """Layouts of top-k indices of one shape, on a GPU with kernels.
-
-    Args:
-        shape: of the indices.
-        device: where they are.
-        index: of the GPU.
-        num_experts, num_ranks, num_ranks_per_domain: as `compute_layout` takes them.
-    """
-
-    def __init__(
-        self,
-        shape: torch.Size,
-        device: torch.device,
-        index: int,
-        num_experts: int,
-        num_ranks: int,
-        num_ranks_per_domain: int,
-    ) -> None:
-        num_tokens, num_topk = shape
-        self._index = index
-        self._count = kernels.native.LayoutCounts(
-            num_tokens=num_tokens,
-            num_topk=num_topk,
-            num_experts=num_experts,
-            num_ranks=num_ranks,
-            num_ranks_per_domain=num_ranks_per_domain,
-            device=device,
-            device_index=index,
-        ).__call__
-
-    def __call__(self, topk_idx: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The tensors of a `Layout`, in its order."""
-        return self._count(topk_idx, current_raw_stream(self._index))
+LayoutByKernel = Callable[[Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]  # the tensors of a Layout, in its order
 
 
-_shared_layout = functools.lru_cache(256)(LayoutByKernel)  # by shape: making one takes longer than a layout
+@functools.lru_cache(256)  # making one takes longer than a layout
+def _shared_layout(
+    shape: torch.Size, device: torch.device, index: int, num_experts: int, num_ranks: int, num_ranks_per_domain: int
+) -> LayoutByKernel:
+    """Makes layouts of top-k indices of one shape, on a GPU with kernels, whose number is `index`."""
+    num_tokens, num_topk = shape
+    return kernels.native.LayoutCounts(
+        num_tokens=num_tokens,
+        num_topk=num_topk,
+        num_experts=num_experts,
+        num_ranks=num_ranks,
+        num_ranks_per_domain=num_ranks_per_domain,
+        device=device,
+        device_index=index,
+        current_stream=current_raw_stream,
+    ).call
 
 
 def layout_by_kernel(topk_idx: Tensor, num_experts: int, num_ranks: int, num_ranks_per_domain: int) -> LayoutByKernel:

@@ -312,7 +312,11 @@ class Engine(abc.ABC):
         """
 
     def repeat_of_low_latency(self, request: LowLatencyDispatchRequest) -> RepeatedLowLatencyDispatch | None:
-        """Local: `repeat_of` for a low-latency dispatch. Takes rows, top-k indices, global scale, wait statistics."""
+        """Local: what makes calls for other tensors of the same dtypes and shapes; None if there is nothing.
+
+        It takes the buffer (`LowLatencyCalls`), rows, top-k indices, statistics of rows and of waits, and the global
+        scale. It returns None if the call is to be made by `low_latency_dispatch`.
+        """
         return None
 
     @abc.abstractmethod
@@ -326,10 +330,10 @@ class Engine(abc.ABC):
         """
 
     def repeat_of_low_latency_combine(self, request: LowLatencyCombineRequest) -> RepeatedLowLatencyCombine | None:
-        """Local: `repeat_of` for a low-latency combine without signals.
+        """Local: the same for a low-latency combine without signals.
 
-        Takes rows, top-k indices, weights, the tensor to write to (None: a new one), wait statistics, and the handle.
-        Returns the result, and what `low_latency_combine` returns.
+        It takes the buffer, rows, top-k indices, weights, the handle, the tensor to write to (None: a new one), and
+        statistics of waits.
         """
         return None
 

@@ -8,7 +8,7 @@ rank may send in low-latency mode.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -30,6 +30,7 @@ __all__ = [
     "ExpertCopies",
     "ExpertSignals",
     "LowLatencyCombineRequest",
+    "LowLatencyCombinedFields",
     "LowLatencyDispatchRequest",
     "LowLatencyDispatched",
     "LowLatencyFields",
@@ -433,13 +434,42 @@ class Dispatched(NamedTuple):
 DispatchedFields = tuple[
     tuple[Tensor, "Tensor | None"], Tensor, "Tensor | None", "Tensor | list[int] | None", DispatchHandle
 ]
-RepeatedDispatch = Callable[[Tensor, "Tensor | None", Tensor, "Tensor | None"], DispatchedFields]  # Engine.repeat_of
-RepeatedDispatchAlong = Callable[  # Engine.repeat_of_cached
-    [Tensor, "Tensor | None", DispatchHandle], tuple[Tensor, "Tensor | None"]
-]
-RepeatedCombine = Callable[  # Engine.repeat_of_combine
-    [Tensor, "Tensor | None", tuple[Tensor, ...], DispatchHandle], tuple[Tensor, "Tensor | None"]
-]
+
+
+class RepeatedDispatch(Protocol):
+    """See `Engine.repeat_of`."""
+
+    @property
+    def call(self) -> Callable[..., Any]:
+        """As the object, but it returns rows and scales as two entries. None: nothing has been done."""
+
+    def __call__(
+        self, data: Tensor, scales: Tensor | None, topk_idx: Tensor, topk_weights: Tensor | None, /
+    ) -> DispatchedFields: ...
+
+
+class RepeatedDispatchAlong(Protocol):
+    """See `Engine.repeat_of_cached`."""
+
+    @property
+    def call(self) -> Callable[..., Any]:
+        """As the object. None: nothing has been done."""
+
+    def __call__(
+        self, data: Tensor, scales: Tensor | None, handle: DispatchHandle, /
+    ) -> tuple[Tensor, Tensor | None]: ...
+
+
+class RepeatedCombine(Protocol):
+    """See `Engine.repeat_of_combine`."""
+
+    @property
+    def call(self) -> Callable[..., Any]:
+        """As the object, but it takes two biases, of which any may be None. None: nothing has been done."""
+
+    def __call__(
+        self, data: Tensor, weights: Tensor | None, bias: tuple[Tensor, ...], handle: DispatchHandle, /
+    ) -> tuple[Tensor, Tensor | None]: ...
 
 
 class Permuted(NamedTuple):
@@ -473,8 +503,7 @@ class LowLatencyDispatched(NamedTuple):
         counts: ``[LE]`` int32.
         handle: for `low_latency_combine`.
         finish: waits for the rows to arrive on the current stream; call exactly once. None: they have been received
-            without an error, as only a call without a hook can. If it has a method `at_once`, that may be tried first.
-            It returns whether the rows have been received without an error; otherwise `finish` is to be called, too.
+            without an error, as only a call without a hook can.
     """
 
     rows: Rows
@@ -483,12 +512,14 @@ class LowLatencyDispatched(NamedTuple):
     finish: Callable[[], None] | None
 
 
-# The fields of a LowLatencyDispatched, or one itself, as DispatchedFields.
-LowLatencyFields = tuple[tuple[Tensor, "Tensor | None"], Tensor, LowLatencyHandle, "Callable[[], None] | None"]
-# See Engine.repeat_of_low_latency.
-RepeatedLowLatencyDispatch = Callable[[Tensor, Tensor, "Tensor | None", "Tensor | None"], LowLatencyFields]
-# See Engine.repeat_of_low_latency_combine.
+# What repeated low-latency calls return: rows, scales, counts, handle and hook; the result and the hook.
+LowLatencyFields = tuple[Tensor, "Tensor | None", Tensor, LowLatencyHandle, "Callable[[], None] | None"]
+LowLatencyCombinedFields = tuple[Tensor, "Callable[[], None] | None"]
+# See Engine.repeat_of_low_latency and Engine.repeat_of_low_latency_combine.
+RepeatedLowLatencyDispatch = Callable[
+    [Any, Tensor, Tensor, "Tensor | None", "Tensor | None", "Tensor | None"], "LowLatencyFields | None"
+]
 RepeatedLowLatencyCombine = Callable[
-    [Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None", LowLatencyHandle],
-    tuple[Tensor, "Callable[[], None] | None"],
+    [Any, Tensor, Tensor, Tensor, LowLatencyHandle, "Tensor | None", "Tensor | None"],
+    "LowLatencyCombinedFields | None",
 ]

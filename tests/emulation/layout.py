@@ -60,6 +60,7 @@ def check_many_layouts() -> None:
     generator = torch.Generator().manual_seed(0)
     draws = [torch.randint(-1, 24, (600, 3), generator=generator) for _ in range(9)]
     wanted = [compute_layout(topk_idx, 24, 4, 2) for topk_idx in draws]
+    current = [0]
     with local_kernels(), _filled_memory():
         native: Any = kernels.native
         count = native.LayoutCounts(
@@ -70,9 +71,13 @@ def check_many_layouts() -> None:
             num_ranks_per_domain=2,
             device=torch.device("cpu"),
             device_index=0,
-        )
+            current_stream=lambda _: current[0],
+        ).call
         streams = [0] * 130 + [1] * 3 + [0] * 3
-        found = [count(draws[i % 9], stream) for i, stream in enumerate(streams)]
+        found = []
+        for i, stream in enumerate(streams):
+            current[:] = [stream]
+            found.append(count(draws[i % 9]))
     addresses, memory_of = set(), {0: set[int](), 1: set[int]()}
     for i, (stream, tensors) in enumerate(zip(streams, found, strict=True)):
         for got, want in zip(tensors, wanted[i % 9], strict=True):
@@ -92,7 +97,7 @@ def check_repeated_layout() -> None:
         with local_kernels():
             found = [buffer.get_dispatch_layout(topk_idx, 8) for topk_idx in draws]
             fewer = buffer.get_dispatch_layout(draws[0].clamp_max(3), 4)
-            assert len(buffer._layouts) == 4, "three shapes, and one number of experts"
+            assert len(buffer._repeats) == 4, "three shapes, and one number of experts"
             with pytest.raises(ConfigError, match="num_experts"):
                 buffer.get_dispatch_layout(draws[0], 0)
     for i, (found_one, wanted_one) in enumerate(zip(found, wanted, strict=True)):

@@ -1,8 +1,11 @@
 // Kernels that need no other rank.
 #include <memory>
+#include <utility>
 
 #include "bindings/cuda/address.h"
 #include "bindings/cuda/bindings.h"
+#include "bindings/cuda/current_stream.h"
+#include "bindings/cuda/fast_call.h"
 #include "bindings/cuda/new_tensor.h"
 #include "common/capture.h"
 #include "common/device_guard.h"
@@ -17,17 +20,20 @@ namespace py = pybind11;
 class LayoutCounts {
  public:
   LayoutCounts(int num_tokens, int num_topk, int num_experts, int num_ranks, int num_ranks_per_domain,
-               const py::object& device, int device_index, bool by_python)
+               const py::object& device, int device_index, py::object current_stream, bool by_python)
       : params_{nullptr, nullptr, nullptr, num_tokens, num_topk, num_experts, num_ranks, num_ranks_per_domain},
         num_totals_(num_ranks + num_ranks / num_ranks_per_domain + num_experts),
         stride_((num_totals_ + kAlign - 1) / kAlign * kAlign),
         make_totals_({num_totals_}, {1}, dtype("int32"), device, by_python),
         make_chunk_({kTotalsOfChunk * stride_}, {1}, dtype("int32"), device, by_python),
         make_in_rank_({num_tokens, num_ranks}, {num_ranks, 1}, dtype("bool"), device, by_python),
-        device_(device_index) {}
+        device_(device_index),
+        stream_(device_index, std::move(current_stream)) {}
 
-  // Tokens per rank, per domain and per expert, and whether a token goes to a rank.
-  py::tuple call(Address topk_idx, uintptr_t stream) {
+  // Takes top-k indices. Returns tokens per rank, per domain and per expert, and whether a token goes to a rank.
+  py::object call(FastArguments arguments) {
+    const uintptr_t topk_idx = address_of(arguments[0]);
+    cudaStream_t const stream = stream_.get();
     uintptr_t in_rank_at = 0, totals_at = 0;
     const py::object in_rank = make_in_rank_.make(&in_rank_at);
     const DeviceGuard guard(device_);
@@ -36,9 +42,9 @@ class LayoutCounts {
       params.topk_idx = pointer<int64_t>(topk_idx);
       params.totals = pointer<int32_t>(totals);
       params.is_token_in_rank = pointer<bool>(in_rank_at);
-      launch_layout(params, are_zero, stream_of(stream));
+      launch_layout(params, are_zero, stream);
     };
-    if (take_zeros(stream_of(stream))) {
+    if (take_zeros(stream)) {
       const int64_t begin = num_taken_++ * stride_;
       launch(chunk_->address() + begin * sizeof(int32_t), true);
       return parts_of(*chunk_, begin, in_rank);
@@ -87,6 +93,7 @@ class LayoutCounts {
   int64_t num_totals_, stride_;
   NewTensor make_totals_, make_chunk_, make_in_rank_;
   int device_;
+  CurrentStream stream_;
   // Totals of the next layouts. Without them, each would need a launch that clears its own.
   std::unique_ptr<OwnedTensor> chunk_;
   cudaStream_t chunk_stream_ = nullptr;
@@ -97,10 +104,11 @@ class LayoutCounts {
 
 void add_local_kernels(py::module_& module) {
   py::class_<LayoutCounts>(module, "LayoutCounts")
-      .def(py::init<int, int, int, int, int, const py::object&, int, bool>(), py::kw_only(), py::arg("num_tokens"),
-           py::arg("num_topk"), py::arg("num_experts"), py::arg("num_ranks"), py::arg("num_ranks_per_domain"),
-           py::arg("device"), py::arg("device_index"), py::arg("by_python") = false)
-      .def("__call__", &LayoutCounts::call, py::arg("topk_idx"), py::arg("stream"));
+      .def(py::init<int, int, int, int, int, const py::object&, int, py::object, bool>(), py::kw_only(),
+           py::arg("num_tokens"), py::arg("num_topk"), py::arg("num_experts"), py::arg("num_ranks"),
+           py::arg("num_ranks_per_domain"), py::arg("device"), py::arg("device_index"), py::arg("current_stream"),
+           py::arg("by_python") = false)
+      .def_property_readonly("call", &fast_call<&LayoutCounts::call, 1>);
   module.def(
       "weights_to_probs",
       [](uintptr_t topk_idx, uintptr_t weights, uintptr_t probs, int num_tokens, int num_topk, int num_experts,

@@ -8,6 +8,7 @@
 
 #include "bindings/cuda/address.h"
 #include "bindings/cuda/bindings.h"
+#include "bindings/cuda/fast_call.h"
 #include "bindings/cuda/new_tensor.h"
 #include "bindings/cuda/ordered_launches.h"
 #include "bindings/cuda/route_memory.h"
@@ -74,6 +75,11 @@ class EngineCalls {
   Communicator& communicator;
   RouteMemory& routes;
 
+  // The slots for a call that can be one call of C++; nullptr: it cannot, for there is more to be done.
+  SlotTensors* slots() const {
+    const py::object slots = engine_.attr(slots_now_);
+    return slots.is_none() ? nullptr : &slots.cast<SlotTensors&>();
+  }
   // The stream of a call, after the engine's earlier launches; nullopt: a kernel has reported a fault, or the stream is
   // being captured.
   std::optional<cudaStream_t> begin() const {
@@ -119,7 +125,7 @@ class EngineCalls {
   py::object traffic_, route_type_;
   OrderedLaunches& launches_;
   int number_;
-  py::str num_calls_ = "num_calls", within_ = "within_domain";
+  py::str num_calls_ = "num_calls", within_ = "within_domain", slots_now_ = "slots_now";
 };
 
 // Dispatches that make their route.
@@ -137,13 +143,16 @@ class RepeatedDispatch {
         grid_(std::move(grid)),
         handle_type_(std::move(handle_type)) {}
 
-  // Returns DispatchedFields of hybrid_ep/engine/calls.py. None: the call is still to be made, in several steps.
-  py::object call(SlotTensors& slots, Address rows, Address scales, Address topk_idx, Address topk_weights) {
-    const std::optional<cudaStream_t> stream = calls_.begin();
+  // Takes rows, scales, top-k indices and weights. Returns rows, scales, top-k indices and weights, counts and the
+  // handle. None: the call is still to be made, in several steps.
+  py::object call(FastArguments arguments) {
+    SlotTensors* const slots = calls_.slots();
+    const std::optional<cudaStream_t> stream = slots != nullptr ? calls_.begin() : std::nullopt;
     if (!stream) return py::none();
     const auto piece = calls_.routes.take(plan_.route.num_ints, reinterpret_cast<uintptr_t>(*stream), /*alone=*/false);
-    const DispatchTensors given = tensors_of(rows, topk_idx, topk_weights, scales, piece.address);
-    return bound_ ? bounded(slots, given, piece, *stream) : waiting(slots, given, piece, *stream);
+    const DispatchTensors given = tensors_of(address_of(arguments[0]), address_of(arguments[2]),
+                                             address_of(arguments[3]), address_of(arguments[1]), piece.address);
+    return bound_ ? bounded(*slots, given, piece, *stream) : waiting(*slots, given, piece, *stream);
   }
 
  private:
@@ -176,7 +185,7 @@ class RepeatedDispatch {
   py::object result(const SlotResults& made, const py::object& counts, int num_recv, const py::object& route) const {
     const py::object handle = make_named(handle_type_, made.rank_prefix, plan_.num_tokens, num_recv, plan_.num_experts,
                                          plan_.num_topk, grid_, route);
-    return py::make_tuple(py::make_tuple(made.rows, made.scales), made.experts, made.weights, counts, handle);
+    return py::make_tuple(made.rows, made.scales, made.experts, made.weights, counts, handle);
   }
 
   EngineCalls calls_;
@@ -194,16 +203,17 @@ class RepeatedDispatchAlong {
   RepeatedDispatchAlong(py::handle engine, const DispatchPlan& plan, const py::object& route_type)
       : calls_(engine, route_type), plan_(plan) {}
 
-  // Returns rows and scales. None: as above.
-  py::object call(SlotTensors& slots, Address rows, Address scales, const py::object& handle) const {
-    const std::optional<cudaStream_t> stream = calls_.begin();
-    const auto route = stream ? calls_.route_for(handle, *stream) : std::nullopt;
+  // Takes rows, scales and the handle. Returns rows and scales. None: as above.
+  py::object call(FastArguments arguments) const {
+    SlotTensors* const slots = calls_.slots();
+    const std::optional<cudaStream_t> stream = slots != nullptr ? calls_.begin() : std::nullopt;
+    const auto route = stream ? calls_.route_for(arguments[2], *stream) : std::nullopt;
     if (!route) return py::none();
-    const DispatchTensors given = tensors_of(rows, 0, 0, scales, route->address);
+    const DispatchTensors given = tensors_of(address_of(arguments[0]), 0, 0, address_of(arguments[1]), route->address);
     const RowWidths widths = plan_.format.widths();
     const auto made =
-        slots.dispatch(calls_.communicator, plan_.along(route->max_recv), slot_bytes_for(widths, route->max_recv),
-                       route->num_recv, given, py::none(), route->number, *stream);
+        slots->dispatch(calls_.communicator, plan_.along(route->max_recv), slot_bytes_for(widths, route->max_recv),
+                        route->num_recv, given, py::none(), route->number, *stream);
     if (!made) return py::none();
     calls_.count();
     calls_.count_traffic(route->num_sent_away * widths.record_bytes());
@@ -222,13 +232,15 @@ class RepeatedCombine {
                   const std::optional<NewTensor>& make_weights, const py::object& route_type)
       : calls_(engine, route_type), plan_(plan), make_out_(make_out), make_weights_(make_weights) {}
 
-  // Returns the sums of rows and of weights. None: as above.
-  py::object call(const SlotTensors& slots, Address rows, Address weights, Address bias_0, Address bias_1,
-                  const py::object& handle) const {
-    const std::optional<cudaStream_t> stream = calls_.begin();
-    const auto route = stream ? calls_.route_for(handle, *stream) : std::nullopt;
+  // Takes rows, weights, two biases and the handle. Returns the sums of rows and of weights. None: as above.
+  py::object call(FastArguments arguments) const {
+    const uintptr_t rows = address_of(arguments[0]), weights = address_of(arguments[1]);
+    const uintptr_t bias_0 = address_of(arguments[2]), bias_1 = address_of(arguments[3]);
+    const SlotTensors* const slots = calls_.slots();
+    const std::optional<cudaStream_t> stream = slots != nullptr ? calls_.begin() : std::nullopt;
+    const auto route = stream ? calls_.route_for(arguments[4], *stream) : std::nullopt;
     if (!route || (rows | bias_0 | bias_1) % kRowAlignBytes != 0) return py::none();
-    if (slot_bytes_for(plan_.widths, route->max_sent) > slots.slot_bytes()) return py::none();
+    if (slot_bytes_for(plan_.widths, route->max_sent) > slots->slot_bytes()) return py::none();
     uintptr_t out_at = 0, out_weights_at = 0;
     const py::object out = make_out_.make(&out_at);
     const py::object out_weights = make_weights_ ? make_weights_->make(&out_weights_at) : py::none();
@@ -262,19 +274,16 @@ void add_normal_calls(py::module_& module) {
                     py::object>(),
            py::arg("engine"), py::arg("plan"), py::arg("bound"), py::arg("max_rows"), py::arg("counts_at"),
            py::arg("grid"), py::arg("route_type"), py::arg("handle_type"))
-      .def("__call__", &RepeatedDispatch::call, py::arg("slots"), py::arg("rows"), py::arg("scales"),
-           py::arg("topk_idx"), py::arg("topk_weights"));
+      .def_property_readonly("call", &fast_call<&RepeatedDispatch::call, 4>);
   py::class_<RepeatedDispatchAlong>(module, "RepeatedDispatchAlong")
       .def(py::init<py::handle, const DispatchPlan&, const py::object&>(), py::arg("engine"), py::arg("plan"),
            py::arg("route_type"))
-      .def("__call__", &RepeatedDispatchAlong::call, py::arg("slots"), py::arg("rows"), py::arg("scales"),
-           py::arg("handle"));
+      .def_property_readonly("call", &fast_call<&RepeatedDispatchAlong::call, 3>);
   py::class_<RepeatedCombine>(module, "RepeatedCombine")
       .def(py::init<py::handle, const CombinePlan&, const NewTensor&, const std::optional<NewTensor>&,
                     const py::object&>(),
            py::arg("engine"), py::arg("plan"), py::arg("make_out"), py::arg("make_weights"), py::arg("route_type"))
-      .def("__call__", &RepeatedCombine::call, py::arg("slots"), py::arg("rows"), py::arg("weights"), py::arg("bias_0"),
-           py::arg("bias_1"), py::arg("handle"));
+      .def_property_readonly("call", &fast_call<&RepeatedCombine::call, 5>);
 }
 
 }  // namespace hybrid_ep::bindings

@@ -24,6 +24,7 @@ from hybrid_ep.engine.calls import (
     LowLatencyDispatched,
     LowLatencyDispatchRequest,
     LowLatencyHandle,
+    RepeatedLowLatencyCombine,
     RepeatedLowLatencyDispatch,
     state_of,
 )
@@ -32,7 +33,6 @@ from hybrid_ep.engine.cuda.faults import low_latency_counter
 from hybrid_ep.engine.cuda.low_latency_empty import launch_refused_combine, launch_without_tokens
 from hybrid_ep.engine.cuda.low_latency_masks import LowLatencyMasks
 from hybrid_ep.engine.cuda.low_latency_region import Buffers, Region, set_last_call
-from hybrid_ep.engine.cuda.low_latency_repeated import LowLatencyState, RepeatedCombine, RepeatedDispatch
 from hybrid_ep.engine.cuda.plan import LowLatencyPlan, plan_low_latency
 from hybrid_ep.engine.cuda.route import aligned, route_memory
 from hybrid_ep.engine.cuda.symmetric import SymmetricMemory
@@ -96,13 +96,44 @@ class CudaLowLatency(LowLatencyMasks):
         tensors = request.data, request.topk_idx, request.global_scale, request.wait_stats
         return self.dispatch_in_steps(plan, request.return_recv_hook, *tensors)
 
-    def repeat_of(self, request: LowLatencyDispatchRequest) -> RepeatedLowLatencyDispatch:
-        """As `Engine.repeat_of_low_latency`."""
-        return RepeatedDispatch(self, request, self._plan_for(request))
+    # Calls that repeat an earlier one are one call of C++ (csrc/bindings/cuda/low_latency_calls.cpp). This path opens
+    # when a call has ended without a fault. A look for faults, masks that the device has not yet, and a change of the
+    # calls' memory close it. While it is closed, where a kernel has reported a fault, and where the call is captured,
+    # calls take the steps of `dispatch` and `combine`.
 
-    def repeat_of_combine(self, request: LowLatencyCombineRequest) -> RepeatedCombine:
-        """As `Engine.repeat_of_low_latency_combine`."""
-        return RepeatedCombine(self, request)
+    def repeat_of(self, request: LowLatencyDispatchRequest) -> RepeatedLowLatencyDispatch:
+        """As `Engine.repeat_of_low_latency`. No tensors are kept."""
+        plan, scales = self._plan_for(request), None
+        packed = plan.packed
+        rows = _cuda.NewTensor(packed.rows, packed.row_strides, packed.row_type, self._device)
+        if packed.scales is not None:
+            scales = _cuda.NewTensor(packed.scales, packed.scale_strides, packed.scale_type, self._device)
+        return _cuda.RepeatedLowLatencyDispatch(
+            self._repeated,
+            self,
+            request.return_recv_hook,
+            plan,
+            request.topk_idx.shape[0],
+            rows,
+            scales,
+            self._results,
+            LowLatencyHandle,
+            self._grid,
+        ).call
+
+    def repeat_of_combine(self, request: LowLatencyCombineRequest) -> RepeatedLowLatencyCombine:
+        """As `Engine.repeat_of_low_latency_combine`. No tensors are kept."""
+        out, (num_tokens, num_topk) = request.out, request.topk_idx.shape
+        return _cuda.RepeatedLowLatencyCombine(
+            self._repeated,
+            self,
+            request.return_recv_hook,
+            num_tokens,
+            num_topk,
+            _cuda.NewTensor(out.shape, (out.shape[1], 1), out.dtype, out.device),
+            request.use_logfmt,
+            request.min_tokens_to_sum,
+        ).call
 
     def dispatch_in_steps(
         self,
@@ -122,8 +153,8 @@ class CudaLowLatency(LowLatencyMasks):
         stream = self._begin()
         is_captured = stream != _DEFAULT_STREAM and region.is_capturing(stream)
         chunk, results = self._results.take(plan.num_ints, stream, alone=is_captured)
-        state = LowLatencyState(plan, num_tokens, chunk, results, stream)
-        handle = LowLatencyHandle(state.tables, *plan.sizes, self._grid, chunk.memory, state)
+        state = _cuda.LowLatencyState(plan, num_tokens, chunk, results, stream)
+        handle = LowLatencyHandle(state, *plan.sizes, self._grid, chunk.memory, state)
         counts = native.counts(chunk.memory, results, self._index)
         sent = native, idx, data, topk_idx, num_tokens, global_scale, self._counter
         # The combine reports an overflow to all ranks, which would wait for this rank's. So it is held.
@@ -143,7 +174,7 @@ class CudaLowLatency(LowLatencyMasks):
         receive: Callable[[int], None],
         buffers: Buffers,
         idx: int,
-        state: LowLatencyState,
+        state: _cuda.LowLatencyState,
         holds_overflow: bool,
     ) -> None:
         """Receives what a call has sent, on the current stream.
@@ -168,7 +199,7 @@ class CudaLowLatency(LowLatencyMasks):
             self._look_for_loss()
         data, topk_idx, topk_weights, out, use_logfmt, wait_stats, signals, return_recv_hook = request
         try:
-            state = state_of(handle, LowLatencyState)
+            state = state_of(handle, _cuda.LowLatencyState)
             self._check_combine(request, state)
         except ConfigError as error:
             self.refuse("low_latency_combine", error)
@@ -252,7 +283,7 @@ class CudaLowLatency(LowLatencyMasks):
 
     def has_made(self, handle: LowLatencyHandle) -> bool:
         """Whether a dispatch of this class has returned the handle."""
-        return isinstance(handle.state, LowLatencyState)
+        return isinstance(handle.state, _cuda.LowLatencyState)
 
     def reset(self, number: int) -> None:
         """Forgets all calls, so that ranks which have made different ones can begin together; no call is running.
@@ -338,7 +369,7 @@ class CudaLowLatency(LowLatencyMasks):
             self.upload_masks()
         return self._order.begin(is_low_latency=True)
 
-    def _check_combine(self, request: LowLatencyCombineRequest, state: LowLatencyState) -> None:
+    def _check_combine(self, request: LowLatencyCombineRequest, state: _cuda.LowLatencyState) -> None:
         """Raises ConfigError where a combine does not fit the dispatch of its handle, or this buffer."""
         plan, shape = state.plan, request.topk_idx.shape
         if shape != (state.num_tokens, plan.num_topk):

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from hybrid_ep.engine.calls import (
+    LowLatencyCombinedFields,
     LowLatencyCombineRequest,
     LowLatencyDispatched,
     LowLatencyDispatchRequest,
@@ -53,9 +54,9 @@ class LowLatencyChoice(TorchEngine):
             return None
         repeat = kernels.repeat_of(request)
 
-        def dispatch(*tensors: Any) -> LowLatencyFields:
+        def dispatch(*arguments: Any) -> LowLatencyFields | None:
             self._calls_kernels = True
-            return repeat(*tensors)
+            return repeat(*arguments)
 
         return dispatch
 
@@ -65,9 +66,9 @@ class LowLatencyChoice(TorchEngine):
             return None
         repeat = kernels.repeat_of_combine(request)
 
-        def combine(*arguments: Any) -> tuple[Tensor, Callable[[], None] | None]:
-            if not kernels.has_made(arguments[-1]):
-                return repeat.in_steps(self.low_latency_combine, *arguments)
+        def combine(*arguments: Any) -> LowLatencyCombinedFields | None:
+            if not kernels.has_made(arguments[4]):
+                return None
             self._calls_kernels = True
             return repeat(*arguments)
 

@@ -1,8 +1,9 @@
 """A part of `CudaEngine`: dispatches and combines that repeat an earlier one, each as one call of C++.
 
-csrc/bindings/cuda/normal_calls.cpp makes them. Some calls take more than one step, and `CudaEngine` makes those: calls
-after a fault, calls that a graph captures, that find no free slot or need larger ones, that run on another stream than
-the dispatch of their handle, or whose tensors are not aligned.
+csrc/bindings/cuda/normal_calls.cpp makes them. `call` of each object is that call; it returns None, and has done
+nothing, where the object makes the call in steps. Some calls take more than one step, and `CudaEngine` makes those:
+calls after a fault, calls that a graph captures, that find no free slot or need larger ones, that run on another stream
+than the dispatch of their handle, or whose tensors are not aligned.
 """
 
 from __future__ import annotations
@@ -48,20 +49,17 @@ class RepeatedDispatch:
     """
 
     def __init__(self, engine: CudaEngine, request: DispatchRequest, native: _cuda.RepeatedDispatch) -> None:
-        self._engine, self._native = engine, native
+        self._engine, self.call = engine, native.call
         self._of_routing, self._of_request = request.routing[2:], request[2:]
 
     def __call__(
         self, data: Tensor, scales: Tensor | None, topk_idx: Tensor, topk_weights: Tensor | None
     ) -> DispatchedFields:
-        engine, made = self._engine, None
-        slots = engine.slots_now
-        if slots is not None:
-            made = self._native(slots, data, scales, topk_idx, topk_weights)
+        made = self.call(data, scales, topk_idx, topk_weights)
         if made is None:
             routing = Routing(topk_idx, topk_weights, *self._of_routing)
-            return engine.dispatch_in_steps(DispatchRequest(Rows(data, scales), routing, *self._of_request))
-        return made
+            return self._engine.dispatch_in_steps(DispatchRequest(Rows(data, scales), routing, *self._of_request))
+        return made[:2], *made[2:]
 
 
 class RepeatedDispatchAlong:
@@ -72,15 +70,13 @@ class RepeatedDispatchAlong:
     """
 
     def __init__(self, engine: CudaEngine, request: CachedDispatchRequest, native: _cuda.RepeatedDispatchAlong) -> None:
-        self._engine, self._num_sms, self._native = engine, request.num_sms, native
+        self._engine, self._num_sms, self.call = engine, request.num_sms, native.call
 
     def __call__(self, data: Tensor, scales: Tensor | None, handle: DispatchHandle) -> tuple[Tensor, Tensor | None]:
-        engine, made = self._engine, None
-        slots = engine.slots_now
-        if slots is not None:
-            made = self._native(slots, data, scales, handle)
+        made = self.call(data, scales, handle)
         if made is None:
-            return engine.dispatch_cached_in_steps(CachedDispatchRequest(Rows(data, scales), self._num_sms), handle)
+            request = CachedDispatchRequest(Rows(data, scales), self._num_sms)
+            return self._engine.dispatch_cached_in_steps(request, handle)
         return made
 
 
@@ -92,18 +88,15 @@ class RepeatedCombine:
     """
 
     def __init__(self, engine: CudaEngine, request: CombineRequest, native: _cuda.RepeatedCombine) -> None:
-        self._engine, self._num_sms, self._native = engine, request.num_sms, native
+        self._engine, self._num_sms, self.call = engine, request.num_sms, native.call
 
     def __call__(
         self, data: Tensor, weights: Tensor | None, bias: tuple[Tensor, ...], handle: DispatchHandle
     ) -> tuple[Tensor, Tensor | None]:
-        engine, made = self._engine, None
-        slots = engine.slots_now
-        if slots is not None:
-            bias_0, bias_1 = (*bias, None, None)[:2] if bias else (None, None)
-            made = self._native(slots, data, weights, bias_0, bias_1, handle)
+        bias_0, bias_1 = (*bias, None, None)[:2]
+        made = self.call(data, weights, bias_0, bias_1, handle)
         if made is None:
-            return engine.combine_in_steps(CombineRequest(data, weights, bias, self._num_sms), handle)
+            return self._engine.combine_in_steps(CombineRequest(data, weights, bias, self._num_sms), handle)
         return made
 
 
