@@ -274,7 +274,7 @@ def check_refused_launch() -> None:
         for name in ("dispatch_tokens", "combine_rows"):
             round_trip(buffer, draw(0))
             if dist.get_rank() == 0:
-                buffer._passed.clear()  # a call that repeats another is one call of C++
+                buffer._repeats.clear()  # a call that repeats another is one call of C++
                 with mock.patch.object(_cuda.LowLatencyRegion, name, refused), pytest.raises(RuntimeError):
                     pair(buffer, draw(0))
             elif name == "combine_rows":
