@@ -72,7 +72,7 @@ using Arguments = std::array<PyObject*, kMaxParameters>;
 
 class Method {
  public:
-  // As the arguments of RepeatableMethod in _C.pyi.
+  // The arguments of `repeatable_method` in hybrid_ep/_C.pyi.
   Method(py::object function, const py::tuple& names, size_t num_positional, const py::tuple& values,
          const py::dict& reads, const std::optional<py::tuple>& rows, py::object first_type)
       : function_(std::move(function)), first_type_(std::move(first_type)), num_positional_(num_positional) {

@@ -591,18 +591,22 @@ def _shape(
     return tokens, topk_idx if has_topk else None, topk_weights, aligned, handle, event
 
 
-def _parts_taken(x: object) -> tuple[str | tuple[str, int], tuple[str, int] | None]:
-    """Rows and scales, as a Repeat takes them."""
-    return (("x", 0), ("x", 1)) if isinstance(x, tuple) else ("x", None)
+def _parts_of_repeat(x: object) -> tuple[tuple[str | tuple[str, int], tuple[str, int] | None], Any] | None:
+    """Rows and scales as a Repeat takes them, and as it gives them. None: rows of this form are left to Python."""
+    if isinstance(x, Tensor):
+        return ("x", None), 0
+    is_pair = isinstance(x, tuple) and len(x) == 2 and x[1] is not None
+    return ((("x", 0), ("x", 1)), (0, 1)) if is_pair else None
 
 
 def _repeat_dispatch(repeat: RepeatedDispatch | None, x: object, alignment: int, bound: int) -> Repeat | None:
-    if repeat is None:
+    parts = _parts_of_repeat(x)
+    if repeat is None or parts is None:
         return None
+    taken, tokens = parts
     call = repeat.call if alignment == 1 or bound else functools.partial(_aligned, repeat.call, alignment)
-    tokens = (0, 1) if isinstance(x, tuple) else 0
-    takes = *_parts_taken(x), "topk_idx", "topk_weights"
-    return Repeat(call, takes, (tokens, 2, 3, list if bound else 4, 5, EventOverlap))
+    gives = tokens, 2, 3, list if bound else 4, 5, EventOverlap
+    return Repeat(call, (*taken, "topk_idx", "topk_weights"), gives)
 
 
 def _aligned(call: Callable[..., Any], alignment: int, *arguments: Any) -> Any:
@@ -616,11 +620,12 @@ def _up_to(counts: list[int], alignment: int) -> list[int]:
 
 
 def _repeat_along(repeat: RepeatedDispatchAlong | None, x: object, bound: int) -> Repeat | None:
-    if repeat is None:
+    parts = _parts_of_repeat(x)
+    if repeat is None or parts is None:
         return None
-    tokens = (0, 1) if isinstance(x, tuple) else 0
+    taken, tokens = parts
     call = functools.partial(_along_rows, repeat.call, bound) if bound else repeat.call
-    return Repeat(call, (*_parts_taken(x), "handle"), (tokens, None, None, None, None, EventOverlap))
+    return Repeat(call, (*taken, "handle"), (tokens, None, None, None, None, EventOverlap))
 
 
 def _along_rows(call: Callable[..., Any], bound: int, data: Tensor, scales: Tensor | None, handle: Any) -> Any:

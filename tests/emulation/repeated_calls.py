@@ -521,6 +521,12 @@ def check_no_python() -> None:
         recv_x, _, weights, none, bounded, _ = _again(lambda: dispatch(num_worst_tokens=bound))
         assert none == []
         handle = dispatch()[4]
+        nvfp4 = quantize.cast_to_nvfp4(inputs.x)
+        for x, kinds in ((inputs.x, None), (torch.Tensor,)), (nvfp4, (torch.Tensor,) * 3):
+            for _ in range(3):
+                for received in dispatch(x)[0], buffer.dispatch(x, handle)[0]:
+                    parts = received if isinstance(received, tuple) else (received,)
+                    assert tuple(map(type, parts)) == kinds
         for made, num_worst_tokens, needs in (handle, 0, []), (bounded, 0, []), (bounded, bound, ["_along_rows"]):
             for x in inputs.x, rows:
                 along = functools.partial(buffer.dispatch, x, made, num_worst_tokens=num_worst_tokens)
