@@ -105,7 +105,7 @@ def _time_as_callers_live(
 
     eager = {name: calls[name] for name in CALLS} | {"dispatch and combine": both}
     until_done = {f"{name}: until done": call for name, call in eager.items()}
-    return times | time_until_done(until_done, num_runs=plan.num_runs, device=plan.device)
+    return times | time_until_done(until_done, num_warmups=plan.num_warmups, num_runs=plan.num_runs, device=plan.device)
 
 
 def anywhere(flag: bool, on_gpu: bool) -> bool:

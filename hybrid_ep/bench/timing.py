@@ -142,12 +142,19 @@ def time_host(
 
 
 def time_until_done(
-    calls: dict[str, Callable[[], object]], *, num_runs: int, device: str, in_any_order: bool = False
+    calls: dict[str, Callable[[], object]],
+    *,
+    num_warmups: int = 0,
+    num_runs: int,
+    device: str,
+    in_any_order: bool = False,
 ) -> dict[str, Times]:
     """Makes calls in turn, each on an idle device. Collective.
 
     Args:
         calls: by name.
+        num_warmups: of each before the clock. A call may drop the last result of memory that an implementation has
+            replaced since. Freeing that takes milliseconds, once.
         num_runs: of each.
         device: of the calls.
         in_any_order: each run has another order, the same at all ranks. A call takes the host less time after one that
@@ -156,6 +163,9 @@ def time_until_done(
     Returns:
         For each name, microseconds by the clock until the device had done what the call asked for.
     """
+    for _ in range(num_warmups):
+        for call in calls.values():
+            call()
     times = {name: Times() for name in calls}
     orders = random.Random(num_runs)
     for _ in range(num_runs):

@@ -25,7 +25,7 @@ from hybrid_ep.bench import wire
 from hybrid_ep.bench.balance import _check
 from hybrid_ep.bench.measure import RankMeasurement, measure
 from hybrid_ep.bench.plan import CALLS, BenchPlan, Candidate
-from hybrid_ep.bench.timing import time_host
+from hybrid_ep.bench.timing import time_host, time_until_done
 from hybrid_ep.bench.wire import RankWire
 from hybrid_ep.cli import main
 from hybrid_ep.engine.cuda.symmetric import SymmetricMemory
@@ -208,6 +208,25 @@ def first_of_a_row_left_out() -> tuple[int, int]:
 
 def test_host_time_leaves_the_first_calls_of_a_row_out(run_ranks: RunRanks) -> None:
     assert run_ranks(2, first_of_a_row_left_out) == [(15, 9)] * 2
+
+
+def slow_first_call_until_done() -> tuple[int, list[float]]:
+    """How many calls `time_until_done` makes, of which the first two are slow, and what it returns."""
+    called: list[None] = []
+
+    def call() -> None:
+        called.append(None)
+        time.sleep(0.02 if len(called) <= 2 else 0)
+
+    times = time_until_done({"a": call}, num_warmups=2, num_runs=5, device="cpu")
+    return len(called), times["a"].microseconds
+
+
+def test_time_until_done_leaves_the_first_calls_out(run_ranks: RunRanks) -> None:
+    for num_calls, microseconds in run_ranks(2, slow_first_call_until_done):
+        assert (num_calls, len(microseconds)) == (7, 5)
+        assert min(microseconds) < 20_000
+        assert statistics.median(microseconds) < 20_000
 
 
 def test_command_compares_sweeps_and_writes(tmp_path: Path) -> None:
