@@ -7,15 +7,15 @@ combined_x, event, hook = buffer.low_latency_combine(y, topk_idx, topk_weights, 
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from hybrid_ep.buffers.low_latency_arguments import LowLatencyArguments, row_format, signals_of
+from hybrid_ep.buffers.low_latency_arguments import LowLatencyArguments, nvfp4_as_returned, row_format, signals_of
+from hybrid_ep.buffers.repeats import repeat_low_latency_combine, repeat_low_latency_dispatch
 from hybrid_ep.core.calls import plain_tensors
 from hybrid_ep.core.checks import (
     MAX_INT,
@@ -30,17 +30,12 @@ from hybrid_ep.core.checks import (
 )
 from hybrid_ep.core.event import EventOverlap
 from hybrid_ep.core.logfmt import CHANNELS_PER_HEADER
-from hybrid_ep.core.quantize import Nvfp4Format, RowFormat
-from hybrid_ep.core.repeatable import Repeat, first, repeatable
+from hybrid_ep.core.repeatable import first, repeatable
 from hybrid_ep.engine.base import Engine
 from hybrid_ep.engine.calls import (
-    LowLatencyCombinedFields,
     LowLatencyCombineRequest,
     LowLatencyDispatchRequest,
-    LowLatencyFields,
     LowLatencyHandle,
-    RepeatedLowLatencyCombine,
-    RepeatedLowLatencyDispatch,
 )
 from hybrid_ep.errors import ConfigError, TransportError
 
@@ -53,8 +48,6 @@ _LOG = logging.getLogger(__name__)
 _ALIGNMENT_BYTES = 128
 _CONTROL_BYTES = 16 << 10
 _KINDS = ("use_fp8", "round_scale", "use_ue8m0", "use_nvfp4", "use_ue8m0_for_sf")
-# Callers get NVFP4 rows as [M×R, H/2, LE] and their scales as [32, 4, tiles, 4, W, LE].
-_ROWS_ORDER, _SCALES_ORDER = (1, 2, 0), (3, 4, 1, 5, 2, 0)
 _NUM_BUFFERS = 2  # two micro-batches overlap
 
 
@@ -217,7 +210,7 @@ class LowLatencyCalls(LowLatencyArguments):
         is_plain = not async_finish and request.data is x and request.topk_idx is topk_idx
         if not is_plain or given not in self._passed:
             return result
-        return first(result, _repeat_dispatch(engine.repeat_of_low_latency(request), request.fmt))
+        return first(result, repeat_low_latency_dispatch(engine.repeat_of_low_latency(request), request.fmt))
 
     @repeatable(reads={"handle": ("grid", "num_max_tokens_per_rank", "hidden", "num_experts")})
     def low_latency_combine(
@@ -358,7 +351,7 @@ class LowLatencyCalls(LowLatencyArguments):
         is_plain = is_packed and not overlap and not async_finish and handle.grid is self.grid
         if not is_plain or given not in self._passed:
             return result
-        return first(result, _repeat_combine(engine.repeat_of_low_latency_combine(request), bool(zero_copy)))
+        return first(result, repeat_low_latency_combine(engine.repeat_of_low_latency_combine(request), bool(zero_copy)))
 
     @plain_tensors
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
@@ -559,55 +552,12 @@ class _ReceiveHook:
         self._calls._receive_late(self._finish, self._num_calls, self._num_cleanings)
 
 
-def _repeat_dispatch(call: RepeatedLowLatencyDispatch | None, fmt: RowFormat | None) -> Repeat | None:
-    if call is None:
-        return None
-    takes = (
-        "self",
-        "x",
-        "topk_idx",
-        "cumulative_local_expert_recv_stats",
-        "dispatch_wait_recv_cost_stats",
-        "x_global_scale",
-    )
-    if fmt is None:
-        return Repeat(call, takes, (0, 2, 3, EventOverlap, 4))
-    if isinstance(fmt, Nvfp4Format):
-        call = functools.partial(_permuted, call)
-    return Repeat(call, takes, ((0, 1), 2, 3, EventOverlap, 4))
-
-
-def _permuted(call: RepeatedLowLatencyDispatch, *arguments: Any) -> LowLatencyFields | None:
-    """A repeated dispatch of NVFP4 rows."""
-    made = call(*arguments)
-    if made is None:
-        return None
-    rows, scales, *others = made
-    assert scales is not None
-    return (rows.permute(_ROWS_ORDER), scales.permute(_SCALES_ORDER), *others)  # type: ignore[return-value]
-
-
-def _repeat_combine(call: RepeatedLowLatencyCombine | None, zero_copy: bool) -> Repeat | None:
-    if call is None:
-        return None
-    takes = "self", "x", "topk_idx", "topk_weights", "handle", "out", "combine_wait_recv_cost_stats"
-    return Repeat(functools.partial(_zero_copy, call) if zero_copy else call, takes, (0, EventOverlap, 1))
-
-
-def _zero_copy(
-    call: RepeatedLowLatencyCombine, calls: LowLatencyCalls, _: Tensor, *arguments: Any
-) -> LowLatencyCombinedFields | None:
-    """A repeated combine of what was written for the handle."""
-    written = calls._written_for(arguments[2])
-    return None if written is None else call(calls, written, *arguments)
-
-
 def _as_returned(rows: tuple[Tensor, Tensor | None], use_nvfp4: bool) -> Tensor | tuple[Tensor, Tensor]:
     """Rows and scales as `low_latency_dispatch` returns them."""
     data, scales = rows
     if scales is None:
         return data
-    return (data.permute(_ROWS_ORDER), scales.permute(_SCALES_ORDER)) if use_nvfp4 else (data, scales)
+    return nvfp4_as_returned(data, scales) if use_nvfp4 else (data, scales)
 
 
 def _then_add(finish: Hook | None, counts: Tensor, stats: Tensor) -> Hook:

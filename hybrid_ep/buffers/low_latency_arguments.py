@@ -19,8 +19,10 @@ from hybrid_ep.core.quantize import (
 )
 from hybrid_ep.engine.calls import ExpertSignals, LowLatencyHandle
 
-__all__ = ["LowLatencyArguments", "row_format", "signals_of"]
+__all__ = ["LowLatencyArguments", "nvfp4_as_returned", "row_format", "signals_of"]
 
+# Engines return NVFP4 rows as [LE, M×R, H/2], and their scales as [LE, tiles, W, 32, 4, 4].
+_ROWS_ORDER, _SCALES_ORDER = (1, 2, 0), (3, 4, 1, 5, 2, 0)
 _SMS_OF_EXPERT_SIGNALS = 32  # SGLang leaves so many to combine on Blackwell, and does not say so in the call
 
 
@@ -101,6 +103,11 @@ def row_format(
     if use_nvfp4:
         return Nvfp4Format(ue8m0=use_ue8m0_for_sf)
     return Fp8Format(round_scale=round_scale, ue8m0=use_ue8m0) if use_fp8 else None
+
+
+def nvfp4_as_returned(rows: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """What an engine returns, as callers get it: ``[M×R, H/2, LE]`` rows, ``[32, 4, tiles, 4, W, LE]`` scales."""
+    return rows.permute(_ROWS_ORDER), scales.permute(_SCALES_ORDER)
 
 
 def signals_of(

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import operator
-from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
 import torch
@@ -26,6 +25,7 @@ from hybrid_ep.buffers.load_balance import LoadBalanceCalls
 from hybrid_ep.buffers.local_memory import LocalMemory
 from hybrid_ep.buffers.low_latency import LowLatencyCalls
 from hybrid_ep.buffers.normal_arguments import NormalArguments, Parts, Tokens, as_given, parts_of
+from hybrid_ep.buffers.repeats import repeat_along, repeat_combine, repeat_dispatch, up_to
 from hybrid_ep.core import kernels
 from hybrid_ep.core.checks import MAX_BYTES, Passed, require, require_bool, require_int, row_traits, traits
 from hybrid_ep.core.config import Config
@@ -35,9 +35,6 @@ from hybrid_ep.core.repeatable import Memo, Repeat, first, repeatable
 from hybrid_ep.engine.calls import (
     DispatchedFields,
     DispatchHandle,
-    RepeatedCombine,
-    RepeatedDispatch,
-    RepeatedDispatchAlong,
 )
 
 __all__ = ["Buffer", "topk_idx_t"]
@@ -448,7 +445,7 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
             result_along = as_given(received, sent), None, None, None, None, event
             if async_finish or previous_event is not None or handle.grid is not self.grid:
                 return result_along
-            return first(result_along, _repeat_along(self._passed.get(along), x, num_worst_tokens))
+            return first(result_along, repeat_along(self._passed.get(along), x, num_worst_tokens))
 
         layout = is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert
         sizes = expert_alignment, num_worst_tokens
@@ -469,7 +466,7 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
         shaped = _shape(result, sent, topk_idx is not None, expert_alignment, event)
         if async_finish or previous_event is not None:
             return shaped
-        return first(shaped, _repeat_dispatch(self._passed.get(given), x, *sizes))
+        return first(shaped, repeat_dispatch(self._passed.get(given), x, *sizes))
 
     @overload
     def combine(
@@ -570,7 +567,7 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
         result = *combined, self._comm_stream.finish(previous_event, async_finish, tensors)
         if async_finish or previous_event is not None or handle.grid is not self.grid:
             return result
-        return first(result, _repeat_combine(self._passed.get(given), bias))
+        return first(result, repeat_combine(self._passed.get(given), bias))
 
     # DeepEP has separate calls between nodes. Here one call serves any number of domains.
     internode_dispatch = dispatch_pcie = dispatch
@@ -586,60 +583,9 @@ def _shape(
     if counts is not None:  # there was no bound
         aligned = counts if isinstance(counts, list) else counts.tolist()
         if alignment > 1:
-            aligned = _up_to(aligned, alignment)
+            aligned = up_to(aligned, alignment)
     tokens = rows[0] if rows[1] is None else as_given(rows, sent)
     return tokens, topk_idx if has_topk else None, topk_weights, aligned, handle, event
-
-
-def _parts_of_repeat(x: object) -> tuple[tuple[str | tuple[str, int], tuple[str, int] | None], Any] | None:
-    """Rows and scales as a Repeat takes them, and as it gives them. None: rows of this form are left to Python."""
-    if isinstance(x, Tensor):
-        return ("x", None), 0
-    is_pair = isinstance(x, tuple) and len(x) == 2 and x[1] is not None
-    return ((("x", 0), ("x", 1)), (0, 1)) if is_pair else None
-
-
-def _repeat_dispatch(repeat: RepeatedDispatch | None, x: object, alignment: int, bound: int) -> Repeat | None:
-    parts = _parts_of_repeat(x)
-    if repeat is None or parts is None:
-        return None
-    taken, tokens = parts
-    call = repeat.call if alignment == 1 or bound else functools.partial(_aligned, repeat.call, alignment)
-    gives = tokens, 2, 3, list if bound else 4, 5, EventOverlap
-    return Repeat(call, (*taken, "topk_idx", "topk_weights"), gives)
-
-
-def _aligned(call: Callable[..., Any], alignment: int, *arguments: Any) -> Any:
-    """A repeated dispatch whose counts are multiples of `alignment`."""
-    made = call(*arguments)
-    return made and (*made[:4], _up_to(made[4], alignment), made[5])
-
-
-def _up_to(counts: list[int], alignment: int) -> list[int]:
-    return [-(-count // alignment) * alignment for count in counts]
-
-
-def _repeat_along(repeat: RepeatedDispatchAlong | None, x: object, bound: int) -> Repeat | None:
-    parts = _parts_of_repeat(x)
-    if repeat is None or parts is None:
-        return None
-    taken, tokens = parts
-    call = functools.partial(_along_rows, repeat.call, bound) if bound else repeat.call
-    return Repeat(call, (*taken, "handle"), (tokens, None, None, None, None, EventOverlap))
-
-
-def _along_rows(call: Callable[..., Any], bound: int, data: Tensor, scales: Tensor | None, handle: Any) -> Any:
-    """A repeated dispatch along a handle that was made with this bound."""
-    return call(data, scales, handle) if handle.num_recv == bound else None
-
-
-def _repeat_combine(repeat: RepeatedCombine | None, bias: object) -> Repeat | None:
-    if repeat is None:
-        return None
-    biases: tuple[str | tuple[str, int] | None, ...] = (None if bias is None else "bias", None)
-    if isinstance(bias, tuple):
-        biases = (*[("bias", i) for i in range(len(bias))], None, None)[:2]
-    return Repeat(repeat.call, ("x", "topk_weights", *biases, "handle"), (0, 1, EventOverlap))
 
 
 def _sms_of(config: Config) -> int:

@@ -119,6 +119,10 @@ def test_repeated_calls(run_emulated: RunEmulated, case: Case, check: str, args:
     run_emulated(case.num_ranks, UNREAD, f"battery.{check}", case, *args)
 
 
+def test_calls_enter_no_function_of_python(run_emulated: RunEmulated) -> None:
+    run_emulated(2, "emulation.without_python.check_no_python")
+
+
 @pytest.mark.parametrize("check", repeated_calls.__all__)
 def test_calls_that_repeat_an_earlier_one(run_emulated: RunEmulated, check: str) -> None:
     run_emulated(2, f"emulation.repeated_calls.{check}")
