@@ -75,11 +75,9 @@ class EngineCalls {
   Communicator& communicator;
   RouteMemory& routes;
 
-  // The slots for a call that can be one call of C++; nullptr: it cannot, for there is more to be done.
-  SlotTensors* slots() const {
-    const py::object slots = engine_.attr(slots_now_);
-    return slots.is_none() ? nullptr : &slots.cast<SlotTensors&>();
-  }
+  // The SlotTensors for a call that can be one call of C++; None: it cannot, for there is more to be done. A call keeps
+  // them, because the engine may get others while it waits.
+  py::object slots() const { return engine_.attr(slots_now_); }
   // The stream of a call, after the engine's earlier launches; nullopt: a kernel has reported a fault, or the stream is
   // being captured.
   std::optional<cudaStream_t> begin() const {
@@ -146,13 +144,14 @@ class RepeatedDispatch {
   // Takes rows, scales, top-k indices and weights. Returns rows, scales, top-k indices and weights, counts and the
   // handle. None: the call is still to be made, in several steps.
   py::object call(FastArguments arguments) {
-    SlotTensors* const slots = calls_.slots();
-    const std::optional<cudaStream_t> stream = slots != nullptr ? calls_.begin() : std::nullopt;
+    const py::object slots = calls_.slots();
+    const std::optional<cudaStream_t> stream = slots.is_none() ? std::nullopt : calls_.begin();
     if (!stream) return py::none();
     const auto piece = calls_.routes.take(plan_.route.num_ints, reinterpret_cast<uintptr_t>(*stream), /*alone=*/false);
     const DispatchTensors given = tensors_of(address_of(arguments[0]), address_of(arguments[2]),
                                              address_of(arguments[3]), address_of(arguments[1]), piece.address);
-    return bound_ ? bounded(*slots, given, piece, *stream) : waiting(*slots, given, piece, *stream);
+    auto& tensors = slots.cast<SlotTensors&>();
+    return bound_ ? bounded(tensors, given, piece, *stream) : waiting(tensors, given, piece, *stream);
   }
 
  private:
@@ -205,15 +204,15 @@ class RepeatedDispatchAlong {
 
   // Takes rows, scales and the handle. Returns rows and scales. None: as above.
   py::object call(FastArguments arguments) const {
-    SlotTensors* const slots = calls_.slots();
-    const std::optional<cudaStream_t> stream = slots != nullptr ? calls_.begin() : std::nullopt;
+    const py::object slots = calls_.slots();
+    const std::optional<cudaStream_t> stream = slots.is_none() ? std::nullopt : calls_.begin();
     const auto route = stream ? calls_.route_for(arguments[2], *stream) : std::nullopt;
     if (!route) return py::none();
     const DispatchTensors given = tensors_of(address_of(arguments[0]), 0, 0, address_of(arguments[1]), route->address);
     const RowWidths widths = plan_.format.widths();
-    const auto made =
-        slots->dispatch(calls_.communicator, plan_.along(route->max_recv), slot_bytes_for(widths, route->max_recv),
-                        route->num_recv, given, py::none(), route->number, *stream);
+    const auto made = slots.cast<SlotTensors&>().dispatch(calls_.communicator, plan_.along(route->max_recv),
+                                                          slot_bytes_for(widths, route->max_recv), route->num_recv,
+                                                          given, py::none(), route->number, *stream);
     if (!made) return py::none();
     calls_.count();
     calls_.count_traffic(route->num_sent_away * widths.record_bytes());
@@ -236,11 +235,12 @@ class RepeatedCombine {
   py::object call(FastArguments arguments) const {
     const uintptr_t rows = address_of(arguments[0]), weights = address_of(arguments[1]);
     const uintptr_t bias_0 = address_of(arguments[2]), bias_1 = address_of(arguments[3]);
-    const SlotTensors* const slots = calls_.slots();
-    const std::optional<cudaStream_t> stream = slots != nullptr ? calls_.begin() : std::nullopt;
+    const py::object slots = calls_.slots();
+    const std::optional<cudaStream_t> stream = slots.is_none() ? std::nullopt : calls_.begin();
     const auto route = stream ? calls_.route_for(arguments[4], *stream) : std::nullopt;
     if (!route || (rows | bias_0 | bias_1) % kRowAlignBytes != 0) return py::none();
-    if (slot_bytes_for(plan_.widths, route->max_sent) > slots->slot_bytes()) return py::none();
+    if (slot_bytes_for(plan_.widths, route->max_sent) > slots.cast<const SlotTensors&>().slot_bytes())
+      return py::none();
     uintptr_t out_at = 0, out_weights_at = 0;
     const py::object out = make_out_.make(&out_at);
     const py::object out_weights = make_weights_ ? make_weights_->make(&out_weights_at) : py::none();
