@@ -28,6 +28,10 @@ from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.engine.calls import (
     DispatchHandle,
     LowLatencyHandle,
+    PermuteHandle,
+    RepeatedPermuted,
+    RepeatedPermutedAlong,
+    RepeatedUnpermute,
 )
 from hybrid_ep.engine.calls import RepeatedLowLatencyCombine as RepeatedLowLatencyCombined
 from hybrid_ep.engine.calls import RepeatedLowLatencyDispatch as RepeatedLowLatencyDispatched
@@ -35,7 +39,7 @@ from hybrid_ep.engine.cuda.engine import CudaEngine
 from hybrid_ep.engine.cuda.plan import CombineShape as PlannedCombine
 from hybrid_ep.engine.cuda.plan import DispatchShape as PlannedShape
 from hybrid_ep.engine.cuda.plan import LowLatencyPlan as PlanOfSize
-from hybrid_ep.engine.cuda.route import Chunk, Route
+from hybrid_ep.engine.cuda.route import Chunk, PermuteState, Route
 
 version: str
 control_bytes: int
@@ -339,6 +343,58 @@ class RepeatedCombine:
     ) -> Callable[
         [Tensor, Tensor | None, Tensor | None, Tensor | None, DispatchHandle], tuple[Tensor, Tensor | None] | None
     ]: ...
+
+_HandleTypes = tuple[type[Route], type[DispatchHandle], type[PermuteState], type[PermuteHandle]]
+
+class RepeatedPermutedDispatch:
+    """As `RepeatedDispatch`. `make_probs` and `make_scales` are for any number of rows."""
+
+    def __init__(
+        self,
+        engine: CudaEngine,
+        plan: DispatchPlan,
+        bound: int | None,
+        num_expert_sms: int,
+        make_probs: NewTensor | None,
+        make_scales: NewTensor | None,
+        make_counts: NewTensor,
+        grid: RankGrid,
+        types: _HandleTypes,
+    ) -> None: ...
+    @property
+    def call(self) -> RepeatedPermuted: ...
+
+class RepeatedPermutedDispatchAlong:
+    """As `RepeatedDispatch`."""
+
+    def __init__(
+        self,
+        engine: CudaEngine,
+        plan: DispatchPlan,
+        num_expert_sms: int,
+        make_scales: NewTensor | None,
+        types: _HandleTypes,
+    ) -> None: ...
+    @property
+    def call(self) -> RepeatedPermutedAlong: ...
+
+class RepeatedPermutedCombine:
+    """As `RepeatedDispatch`. `make_sums` and `make_weights` are for any number of rows."""
+
+    def __init__(
+        self,
+        engine: CudaEngine,
+        plan: CombinePlan,
+        make_sums: NewTensor,
+        make_weights: NewTensor | None,
+        make_out: NewTensor,
+        make_out_weights: NewTensor | None,
+        make_dense: NewTensor | None,
+        device: int,
+        types: _HandleTypes,
+    ) -> None: ...
+    @property
+    def call(self) -> RepeatedUnpermute: ...
 
 def push_rows(
     *,

@@ -81,6 +81,7 @@ struct DispatchParams : CommonDispatchParams {
   // Written unless the route is read.
   int32_t* expert_row;             // [T, K] scratch, expert-major output only: row of each copy at its rank, or −1
   int32_t* num_tokens_per_expert;  // [LE], padding included
+  int64_t* returned_counts;        // [LE] the same for the caller, expert-major output only
   int32_t* overflow;               // [1], or nullptr
   bool reports_overflow;           // at every rank, as a fault
   uint64_t* pool_report;           // the word of PoolReports that this call writes; nullptr in a graph

@@ -14,6 +14,7 @@ struct RouteLayout {
   int64_t send_list;              // [R, T]
   int64_t dst_row;                // [T, R], expert-major only
   int64_t num_tokens_per_expert;  // [LE]; expert-major: [2, LE], with padding, then without
+  int64_t returned_counts;        // [LE] int64, with padding, expert-major only
   int64_t overflow;               // [1], expert-major only
   int64_t expert_row;             // [T, K]
   int64_t num_ints;
@@ -24,12 +25,13 @@ inline RouteLayout make_route_layout(int num_ranks, int num_tokens, int num_loca
                                      bool is_permuted) {
   const int64_t cells = static_cast<int64_t>(num_tokens) * num_ranks;
   RouteLayout layout{};
-  Offsets offsets;
+  Offsets offsets(sizeof(int64_t) / sizeof(int32_t));
   layout.rank_prefix = offsets.append(num_ranks * num_ranks);
   layout.send_slot = offsets.append(cells);
   layout.send_list = offsets.append(cells);
   layout.dst_row = offsets.append(is_permuted ? cells : 0);
   layout.num_tokens_per_expert = offsets.append((is_permuted ? 2 : 1) * num_local_experts);
+  layout.returned_counts = offsets.append(is_permuted ? 2 * num_local_experts : 0);
   layout.overflow = offsets.append(is_permuted ? 1 : 0);
   layout.expert_row = offsets.append(static_cast<int64_t>(num_tokens) * num_topk);
   layout.num_ints = offsets.end();

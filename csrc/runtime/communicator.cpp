@@ -239,6 +239,7 @@ uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors&
   params.send_list = part(true, plan.route.send_list);
   params.dst_row = part(is_permuted, plan.route.dst_row);
   params.num_tokens_per_expert = part(is_new, plan.route.num_tokens_per_expert);
+  params.returned_counts = reinterpret_cast<int64_t*>(part(is_new && is_permuted, plan.route.returned_counts));
   params.overflow = part(is_new && is_permuted, plan.route.overflow);
   params.reports_overflow = !plan.call.drops_rows;
   params.expert_row = part(is_new, plan.route.expert_row);

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+import operator
 import os
 import socket
 from collections.abc import Sequence
@@ -28,6 +30,7 @@ from hybrid_ep.core.checks import (
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.layout import map_to_indices, widest_token
 from hybrid_ep.core.quantize import CHANNELS_PER_BLOCK, CHANNELS_PER_SCALE, SCALES_PER_WORD
+from hybrid_ep.core.repeatable import Memo
 from hybrid_ep.core.streams import CommStream
 from hybrid_ep.engine.base import Engine, Traffic
 from hybrid_ep.engine.calls import Routing, Rows
@@ -99,6 +102,8 @@ class BaseBuffer:
             require_int("num_ranks_per_domain", per_domain, minimum=1)
         made = make_engine(self.group, num_ranks_per_domain=per_domain, asked=engine, timeout_s=timeout_s)
         self._engine: Engine | None = made
+        usable = None if self.group is None else functools.partial(operator.contains, self._groups, self.group)
+        self._repeats = Memo(usable)
         self._comm_stream = CommStream(made.device)
         self.grid = made.grid
         self.number = made.number  # of the buffer among those of its group, equal at all ranks
@@ -200,6 +205,7 @@ class BaseBuffer:
             ConfigError, OverflowError, TimeoutError, TransportError: as `raise_pending`, when everything has been given
                 back. The loss of a rank that a call has raised is not raised again.
         """
+        self._repeats.clear()  # its values hold the engine
         if self._engine is not None:
             engine, self._engine = self._engine, None
             engine.close()

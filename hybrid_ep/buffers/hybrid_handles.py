@@ -106,6 +106,9 @@ class PermutedHandle(_Handle):
         num_of_tokens_per_rank: T.
         config: the sizes of the buffer when the handle was made.
         overflow: ``[1]`` int32, 1 when more rows arrived than `num_permuted_tokens`.
+
+    The attributes `grid`, `num_topk`, `num_experts`, `pad_multiple` and `num_parts` are no entries. Repeated calls have
+    them alike.
     """
 
     _entries = (
@@ -132,8 +135,10 @@ class PermutedHandle(_Handle):
     ) -> None:
         self.num_parts = num_parts  # S
         self.topk_idx, self.permute, self.tokens_per_expert, self.config = topk_idx, permute, tokens_per_expert, config
-        self.dispatch, self.num_permuted, self.overflow = permute.dispatch, permute.num_permuted, permute.overflow
-        self.num_of_tokens_per_rank = permute.dispatch.num_tokens // num_parts
+        dispatch, _, self.num_permuted, self.pad_multiple, _, self.overflow = permute
+        self.dispatch, self.grid = dispatch, dispatch.grid
+        self.num_topk, self.num_experts = dispatch.num_topk, dispatch.num_experts
+        self.num_of_tokens_per_rank = dispatch.num_tokens // num_parts
 
     @property
     def num_dispatched_tokens(self) -> Tensor:

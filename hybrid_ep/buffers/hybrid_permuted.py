@@ -8,11 +8,25 @@ from torch import Tensor
 from hybrid_ep.buffers.collective import collective
 from hybrid_ep.buffers.hybrid_arguments import MAX_PAD, HybridArguments, as_given, check_made_with, own
 from hybrid_ep.buffers.hybrid_handles import PermutedHandle
-from hybrid_ep.core.checks import MAX_TOPK, packed, require, require_bool, require_int
+from hybrid_ep.buffers.repeats import repeat_permuted, repeat_permuted_along, repeat_unpermute
+from hybrid_ep.core.checks import MAX_TOPK, are_packed, packed, require, require_bool, require_int
 from hybrid_ep.core.layout import weights_to_probs, widest_token
+from hybrid_ep.core.repeatable import first, repeatable
 from hybrid_ep.engine.calls import CachedDispatchRequest, CombineRequest, DispatchRequest, Rows
 
 __all__ = ["PermutedCalls"]
+
+_READS = {
+    "handle": (
+        "grid",
+        "num_of_tokens_per_rank",
+        "num_topk",
+        "num_experts",
+        "num_permuted",
+        "pad_multiple",
+        "num_parts",
+    ),
+}
 
 
 class PermutedCalls(HybridArguments):
@@ -23,6 +37,7 @@ class PermutedCalls(HybridArguments):
     _num_sms_permute: int | None
     _num_sms_unpermute: int | None
 
+    @repeatable(reads=_READS)
     @collective("dispatch_with_permute")
     def dispatch_with_permute(
         self,
@@ -109,38 +124,17 @@ class PermutedCalls(HybridArguments):
             is_fp8 = hidden.dtype != torch.bfloat16
             require(use_fp8 == is_fp8, "use_fp8", use_fp8, f"{is_fp8}, as hidden is")
         if handle is not None:
-            rows, as_bytes = self._rows(hidden, scaling_factor)
             require(isinstance(handle, PermutedHandle), "handle", type(handle).__name__, "one of dispatch_with_permute")
-            permute = handle.permute
-            self._check_handle(permute.dispatch, rows, handle.num_parts)
-            rows = _in_parts(rows, handle.num_parts)
-            num_experts = permute.dispatch.num_experts
             check_made_with(
-                ("num_permuted_tokens", bound, permute.num_permuted),
-                ("pad_multiple", pad_multiple or None, permute.pad_multiple),
-                ("num_of_experts", num_of_experts, num_experts),
-                ("num_of_experts_per_rank", num_of_experts_per_rank, num_experts // self.group_size),
+                ("num_permuted_tokens", bound, handle.num_permuted),
+                ("pad_multiple", pad_multiple or None, handle.pad_multiple),
+                ("num_of_experts", num_of_experts, handle.num_experts),
+                ("num_of_experts_per_rank", num_of_experts_per_rank, handle.num_experts // self.group_size),
             )
-            tokens_per_expert = handle.tokens_per_expert
-            if non_blocking:
-                tokens_per_expert = tokens_per_expert.to(hidden.device, non_blocking=True)
             weights = self._weights_along(
-                handle.topk_idx, num_experts, topk_idx, topk_weights, probs, routing_map, handle.num_parts
+                handle.topk_idx, handle.num_experts, topk_idx, topk_weights, probs, routing_map, handle.num_parts
             )
-            if weights is None:
-                cached = engine.dispatch_permuted_cached(
-                    CachedDispatchRequest(rows, self._num_sms_dispatch, self._num_sms_permute), permute
-                )
-                return as_given(cached.data, as_bytes), None, cached.scales, tokens_per_expert, handle
-            again = engine.dispatch_permuted_again(
-                rows,
-                handle.topk_idx,
-                weights,
-                permute,
-                num_sms=self._num_sms_dispatch,
-                num_expert_sms=self._num_sms_permute,
-            )
-            return as_given(again.rows.data, as_bytes), again.probs, again.rows.scales, tokens_per_expert, handle
+            return self._permuted_along(handle, hidden, scaling_factor, weights, non_blocking)
         if num_of_experts is None and num_of_experts_per_rank is not None:
             per_rank = require_int("num_of_experts_per_rank", num_of_experts_per_rank, minimum=1)
             num_of_experts = per_rank * self.group_size
@@ -186,8 +180,51 @@ class PermutedCalls(HybridArguments):
                 engine.raise_pending()  # the copy has waited for the dispatch
         known = own(routing.topk_idx, topk_idx)
         made = PermutedHandle(known, result.handle, tokens_per_expert, self._sizes(pad), num_parts)
-        return as_given(result.rows.data, as_bytes), result.probs, result.rows.scales, tokens_per_expert, made
+        tensors = as_given(result.rows.data, as_bytes), result.probs, result.rows.scales
+        waits_twice = not non_blocking and bound is not None  # for its counts, and for the rows
+        # A call that looks at the values of the indices does so each time.
+        is_as_given = rows.scales is scaling_factor and routing.topk_idx is topk_idx and topk_idx.is_cuda
+        if waits_twice or not is_as_given or not are_packed(hidden, topk_weights):
+            return *tensors, tokens_per_expert, made
+        repeat = engine.repeat_of_permuted(request)
+        return first((*tensors, tokens_per_expert, made), repeat_permuted(repeat, as_bytes, pad))
 
+    def _permuted_along(
+        self,
+        handle: PermutedHandle,
+        hidden: Tensor,
+        scaling_factor: Tensor | None,
+        weights: Tensor | None,
+        non_blocking: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, PermutedHandle]:
+        """Dispatches along the routes of a handle. `weights`: in the columns of `handle.topk_idx`."""
+        engine, permute, num_parts = self.engine, handle.permute, handle.num_parts
+        rows, as_bytes = self._rows(hidden, scaling_factor)
+        self._check_handle(permute.dispatch, rows, num_parts)
+        rows = _in_parts(rows, num_parts)
+        counts = handle.tokens_per_expert
+        if non_blocking:
+            counts = counts.to(hidden.device, non_blocking=True)
+        if weights is not None:
+            again = engine.dispatch_permuted_again(
+                rows,
+                handle.topk_idx,
+                weights,
+                permute,
+                num_sms=self._num_sms_dispatch,
+                num_expert_sms=self._num_sms_permute,
+            )
+            return as_given(again.rows.data, as_bytes), again.probs, again.rows.scales, counts, handle
+        request = CachedDispatchRequest(rows, self._num_sms_dispatch, self._num_sms_permute)
+        cached = engine.dispatch_permuted_cached(request, permute)
+        result = as_given(cached.data, as_bytes), None, cached.scales, counts, handle
+        is_as_given = rows.scales is scaling_factor and num_parts == 1 and hidden.is_contiguous()
+        if not is_as_given or handle.grid is not self.grid:
+            return result
+        repeat = engine.repeat_of_permuted_cached(request, permute)
+        return first(result, repeat_permuted_along(repeat, as_bytes, non_blocking))
+
+    @repeatable(reads=_READS, rows=("handle", "num_permuted", "hidden", "probs"))
     @collective("combine")
     def combine_with_unpermute(
         self,
@@ -230,7 +267,9 @@ class PermutedCalls(HybridArguments):
         if combined.weights is not None:
             dense = weights_to_probs(handle.topk_idx, combined.weights, permute.dispatch.num_experts)
         if num_parts == 1:
-            return data, dense
+            if handle.grid is not self.grid or not are_packed(hidden, probs):
+                return data, dense
+            return first((data, dense), repeat_unpermute(engine.repeat_of_combine_permuted(request, permute)))
         data = _sum_of_parts(data.float(), num_parts).to(data.dtype)
         return data, None if dense is None else _sum_of_parts(dense, num_parts)
 

@@ -9,9 +9,7 @@ The engine moves the tokens. This file checks arguments and shapes results.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import operator
 from typing import Any, TypeVar, overload
 
 import torch
@@ -31,7 +29,7 @@ from hybrid_ep.core.checks import MAX_BYTES, Passed, require, require_bool, requ
 from hybrid_ep.core.config import Config
 from hybrid_ep.core.event import EventHandle, EventOverlap
 from hybrid_ep.core.layout import compute_layout, layout_by_kernel
-from hybrid_ep.core.repeatable import Memo, Repeat, first, repeatable
+from hybrid_ep.core.repeatable import Repeat, first, repeatable
 from hybrid_ep.engine.calls import (
     DispatchedFields,
     DispatchHandle,
@@ -158,8 +156,6 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
         self._local_memory: dict[bool, Tensor] = {}
         self._passed = Passed()
         super().__init__(group, comm, engine=engine, num_ranks_per_domain=num_ranks_per_domain, timeout_s=timeout_s)
-        usable = None if self.group is None else functools.partial(operator.contains, self._groups, self.group)
-        self._repeats = Memo(usable)
         if enable_shrink:
             self.engine.allow_masks(only_masks_lost=self.lost_ranks == "mask")
 
@@ -179,8 +175,7 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
         self.close()
 
     def close(self) -> None:
-        for memo in self._passed, self._repeats:
-            memo.clear()  # its values hold the engine
+        self._passed.clear()  # its values hold the engine
         self._combine_buffer = None
         super().close()
 

@@ -17,6 +17,7 @@ __all__ = [
     "MAX_INT",
     "MAX_TOPK",
     "Passed",
+    "are_packed",
     "packed",
     "require",
     "require_bool",
@@ -127,6 +128,11 @@ def require_tensor(
 def packed(tensor: Tensor | None) -> Tensor | None:
     """The tensor in rows without gaps, as engines read it; copied on the current stream where it is not."""
     return None if tensor is None else tensor.contiguous()
+
+
+def are_packed(*tensors: Tensor | None) -> bool:
+    """Whether `packed` would copy none of them."""
+    return all(tensor is None or tensor.is_contiguous() for tensor in tensors)
 
 
 def require_no_grad(name: str, tensor: Tensor) -> None:

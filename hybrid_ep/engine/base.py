@@ -50,6 +50,9 @@ from hybrid_ep.engine.calls import (
     RepeatedDispatchAlong,
     RepeatedLowLatencyCombine,
     RepeatedLowLatencyDispatch,
+    RepeatedPermuted,
+    RepeatedPermutedAlong,
+    RepeatedUnpermute,
     Routing,
     Rows,
 )
@@ -185,13 +188,39 @@ class Engine(abc.ABC):
                 later).
         """
 
+    def repeat_of_permuted(self, request: DispatchRequest) -> RepeatedPermuted | None:
+        """Local: `repeat_of` for `dispatch_permuted`.
+
+        Takes rows, scales, top-k indices and weights, and returns rows, scales, probabilities, counts ``[LE]`` int64
+        and the handle; or None, and has done nothing.
+        """
+        return None
+
     @abc.abstractmethod
     def dispatch_permuted_cached(self, request: CachedDispatchRequest, handle: PermuteHandle) -> Rows:
         """Sends ``[T, H]`` along the routes of an earlier `dispatch_permuted`; returns ``[P, H]``."""
 
+    def repeat_of_permuted_cached(
+        self, request: CachedDispatchRequest, handle: PermuteHandle
+    ) -> RepeatedPermutedAlong | None:
+        """Local: `repeat_of` for a permuted dispatch along a handle.
+
+        Takes rows, scales, and a handle with as many tokens, experts and top-k experts and the same padding. Returns
+        rows and scales; or None, and has done nothing.
+        """
+        return None
+
     @abc.abstractmethod
     def combine_permuted(self, request: CombineRequest, handle: PermuteHandle) -> Combined:
         """Brings ``[P, H]`` bf16 rows (and ``[P]`` float32 probs) back to ``[T, H]`` (and ``[T, K]``) and sums them."""
+
+    def repeat_of_combine_permuted(self, request: CombineRequest, handle: PermuteHandle) -> RepeatedUnpermute | None:
+        """Local: `repeat_of` for `combine_permuted`, with the probabilities of all experts.
+
+        Takes rows, probabilities, a handle with as many tokens, experts and top-k experts, and its top-k indices. The
+        number of rows may differ. Returns ``[T, H]`` and ``[T, E]``; or None, and has done nothing.
+        """
+        return None
 
     def allocate_spare(self, num_bytes: int, device: torch.device) -> Tensor:
         """Allocates memory for spare slots, which the engine holds until it is freed. Collective.

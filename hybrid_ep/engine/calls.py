@@ -116,7 +116,7 @@ class PermuteHandle(NamedTuple):
 
     Attributes:
         dispatch: the handle of the dispatch underneath.
-        num_tokens_per_expert: ``[LE]`` int32, padding included.
+        num_tokens_per_expert: ``[LE]`` int32 or int64, padding included.
         num_permuted: P, rows of the permuted tensor (its bound when `overflow` can be raised).
         pad_multiple: every expert's block is a multiple of it (1 = no padding).
         state: what the engine keeps for itself.
@@ -478,7 +478,7 @@ class Permuted(NamedTuple):
     Attributes:
         rows: P rows by local expert; padding is zero. With a bound, rows after the last expert's are undefined.
         probs: ``[P]`` float32, 0 where no row is; or None when no weights were sent.
-        num_tokens_per_expert: ``[LE]`` int32, padding included; on the device, or on the host if known there.
+        num_tokens_per_expert: ``[LE]`` int32 or int64, padding included; on the device, or on the host if known there.
         handle: for `combine_permuted` and a cached `dispatch_permuted`.
     """
 
@@ -486,6 +486,15 @@ class Permuted(NamedTuple):
     probs: Tensor | None
     num_tokens_per_expert: Tensor
     handle: PermuteHandle
+
+
+# See Engine.repeat_of_permuted, Engine.repeat_of_permuted_cached and Engine.repeat_of_combine_permuted.
+RepeatedPermuted = Callable[
+    [Tensor, "Tensor | None", Tensor, "Tensor | None"],
+    "tuple[Tensor, Tensor | None, Tensor | None, Tensor, PermuteHandle] | None",
+]
+RepeatedPermutedAlong = Callable[[Tensor, "Tensor | None", PermuteHandle], "tuple[Tensor, Tensor | None] | None"]
+RepeatedUnpermute = Callable[[Tensor, "Tensor | None", PermuteHandle, Tensor], "tuple[Tensor, Tensor | None] | None"]
 
 
 class Combined(NamedTuple):

@@ -22,6 +22,7 @@ __all__ = [
     "check_overflow",
     "check_overflow_of_a_map",
     "check_permuted",
+    "check_permuted_again",
     "check_permuted_cached",
     "check_plain",
     "check_sms",
@@ -146,8 +147,8 @@ def expected_unpermuted(case: Case, rank: int, bias: tuple[Tensor, ...] = ()) ->
     return reference.combined(rank, case.hidden, row, bias)
 
 
-def check_permuted(case: Case, device: str = "cpu", *, fp8: bool = False, **options: Any) -> None:
-    """Permute-fused dispatch and combine, with and without pads, blocking and not."""
+def check_permuted(case: Case, device: str = "cpu", *, fp8: bool = False, times: int = 1, **options: Any) -> None:
+    """Permute-fused dispatch and combine, with and without pads, blocking and not; each call several times."""
     rank = dist.get_rank()
     sources = [cast_to_fp8(case.inputs(r).x) if fp8 else (case.inputs(r).x, None) for r in range(case.num_ranks)]
     data, scale = sources[rank]
@@ -162,7 +163,7 @@ def check_permuted(case: Case, device: str = "cpu", *, fp8: bool = False, **opti
             for pad in (None, 16):
                 copies = reference.permuted(rank, pad or 1)
                 want_probs = [0.0 if c is None else weights[c.src_rank][c.token, c.column] for c in copies]
-                for non_blocking in (False, True):
+                for non_blocking in (False,) * times + (True,) * times:
                     bound = len(copies) + 5 if non_blocking else None
                     hidden, probs, scales, counts, handle = buffer.dispatch_with_permute(
                         **given, **routing, pad_multiple=pad, num_permuted_tokens=bound, non_blocking=non_blocking
@@ -191,6 +192,12 @@ def check_permuted(case: Case, device: str = "cpu", *, fp8: bool = False, **opti
                     )
                     equal(combined, want_combined, "combined hidden")
                     equal(probs_home, probs_of(case, rank), "combined probs")
+
+
+def check_permuted_again(case: Case, device: str = "cpu") -> None:
+    """The same of calls that repeat an earlier one, of bf16 and of FP8 rows."""
+    for fp8 in False, True:
+        check_permuted(case, device, fp8=fp8, times=3)
 
 
 def check_sms(case: Case, device: str = "cpu") -> None:

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 import hybrid_ep
-from hybrid_ep import ConfigError, env
-from tests.battery import low_latency, normal
+from hybrid_ep import ConfigError, env, quantize
+from tests.battery import hybrid, low_latency, normal
 from tests.battery.cases import Case
 from tests.battery.normal import equal, make_buffer, unread_values
 
@@ -29,6 +29,7 @@ __all__ = [
     "check_hooks_between",
     "check_masks",
     "check_normal_calls",
+    "check_permuted_calls",
     "check_refused_launch",
     "check_two_buffers",
 ]
@@ -446,3 +447,112 @@ def check_normal_calls() -> None:
             check_step()
             assert taken() == [0, 0, 0]
             assert engine.num_calls == 2**31 + 4
+
+
+def check_permuted_calls() -> None:
+    """Calls that permute are one call of C++, of any form of rows. They take steps where one call cannot make them."""
+    from hybrid_ep.engine.cuda.route import Chunk
+
+    case = Case("permuted", dist.get_world_size(), 12, hidden=256)
+    inputs, rank, bound = case.inputs(dist.get_rank()), dist.get_rank(), 40 * case.num_ranks
+    sent, scales = quantize.cast_to_fp8(inputs.x)
+    want = hybrid.expected_unpermuted(case, rank)
+    copies = case.reference().permuted(rank, 4)
+    y = torch.zeros(bound, case.hidden, dtype=torch.bfloat16)
+    y[: len(copies)] = hybrid.expert_rows(case, copies)
+    with unread_values(), hybrid.make_buffer(case) as buffer, contextlib.ExitStack() as stack:
+        engine: Any = buffer.engine
+        names = "dispatch_permuted", "dispatch_permuted_cached", "combine_permuted"
+        in_steps = [stack.enter_context(mock.patch.object(engine, name, wraps=getattr(engine, name))) for name in names]
+
+        def taken() -> list[int]:
+            counts = [made.call_count for made in in_steps]
+            for made in in_steps:
+                made.reset_mock()
+            return counts
+
+        def dispatch(**options: Any) -> tuple[Any, ...]:
+            given = {"hidden": inputs.x, "topk_idx": inputs.topk_idx, "topk_weights": inputs.topk_weights}
+            options = {"num_of_experts": case.num_experts, "pad_multiple": 4} | given | options
+            return buffer.dispatch_with_permute(**options)
+
+        def step(*, is_bounded: bool, **form: Any) -> tuple[Any, ...]:
+            limit = {"num_permuted_tokens": bound, "non_blocking": True} if is_bounded else {}
+            rows, probs, row_scales, counts, handle = dispatch(**form, **limit)
+            along = buffer.dispatch_with_permute(
+                hidden=form.get("hidden", inputs.x), scaling_factor=form.get("scaling_factor"), handle=handle
+            )
+            n = len(copies)
+            for mine, again in (rows, along[0]), (row_scales, along[2]):
+                if mine is not None:
+                    equal(again[:n].view(torch.uint8), mine[:n].view(torch.uint8), "along the handle")
+            assert (along[1], along[3], along[4]) == (None, counts, handle)
+            combined, dense = buffer.combine_with_unpermute(hidden=y[: len(rows)], probs=probs, handle=handle)
+            equal(combined, want, "combined hidden")
+            assert counts.dtype == torch.int64
+            facts = [
+                None if t is None else (t.shape, t.dtype, t.stride(), t.device)
+                for t in (rows, probs, row_scales, counts, dense, along[0], along[2])
+            ]
+            return *facts, handle[0].tolist(), handle[9], len(handle), counts.tolist()
+
+        forms: list[dict[str, Any]] = [
+            {},
+            {"topk_weights": None},
+            {"hidden": sent, "scaling_factor": scales},
+            {"hidden": sent.view(torch.uint8), "scaling_factor": scales},
+        ]
+        for form in forms:
+            for is_bounded in (False, True):
+                facts = step(is_bounded=is_bounded, **form)
+                assert taken()[0] == 1  # the others may be like those of an earlier form
+                for _ in range(2):
+                    assert step(is_bounded=is_bounded, **form) == facts
+                assert taken() == [0, 0, 0]
+        # The rest is left to steps: scales of bf16 rows, scales by columns, and calls that wait for the rows.
+        for form in (
+            {"scaling_factor": scales},
+            {"hidden": sent, "scaling_factor": scales.t().contiguous().t()},
+            {"num_permuted_tokens": bound},
+        ):
+            for _ in range(2):
+                dispatch(**form)
+            assert taken()[0] == 2
+        # Another routing than that of the handle, although its tensors are alike.
+        overwritten = inputs.topk_idx.clone()
+        handle = dispatch(topk_idx=overwritten)[4]
+        overwritten.fill_(-1)
+        assert handle[0].tolist() == inputs.topk_idx.tolist()
+        taken()
+
+        with _on_stream(1), mock.patch.object(Chunk, "note_use") as note_use:
+            buffer.dispatch_with_permute(hidden=inputs.x, handle=handle)
+            buffer.combine_with_unpermute(hidden=y[: handle.num_permuted], handle=handle)
+        assert (taken(), note_use.call_count) == ([0, 1, 1], 4)
+        held = [dispatch()[0] for _ in range(4)]  # more than there are slots
+        assert taken()[0] > 0
+        del held
+        wrong = inputs.topk_idx.clone()
+        wrong[0, 0] = case.num_experts
+        dispatch(topk_idx=wrong, num_permuted_tokens=bound, non_blocking=True)
+        taken()
+        with pytest.raises(ConfigError, match=f"has {case.num_experts}; allowed"):
+            buffer.combine_with_unpermute(hidden=y[: handle.num_permuted], handle=handle)
+        assert taken() == [0, 0, 1]
+        step(is_bounded=False)
+        with hybrid.make_buffer(case) as other:  # whose combines are numbered anew
+
+            def combine(by: hybrid_ep.HybridEPBuffer) -> None:
+                combined, _ = by.combine_with_unpermute(hidden=y[: handle.num_permuted], handle=handle)
+                equal(combined, want, "combined hidden")
+
+            combine(buffer)
+            for _ in range(2):
+                other.dispatch_with_permute(hidden=inputs.x, handle=handle)
+                combine(other)
+            assert not other._repeats, "a repeated call would know a handle of another buffer by its address"
+            taken()
+            combine(buffer)
+            assert taken() == [0, 0, 1], "the sums of the other buffer's combines are forgotten first"
+            combine(buffer)
+            assert taken() == [0, 0, 0]

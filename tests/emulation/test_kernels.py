@@ -119,6 +119,11 @@ def test_repeated_calls(run_emulated: RunEmulated, case: Case, check: str, args:
     run_emulated(case.num_ranks, UNREAD, f"battery.{check}", case, *args)
 
 
+@_cases("two_ranks", "holes", "zero_tokens_on_one_rank", "duplicates")
+def test_repeated_calls_that_permute(run_emulated: RunEmulated, case: Case) -> None:
+    run_emulated(case.num_ranks, UNREAD, "battery.hybrid.check_permuted_again", case)
+
+
 def test_calls_enter_no_function_of_python(run_emulated: RunEmulated) -> None:
     run_emulated(2, "emulation.without_python.check_no_python")
 

@@ -49,16 +49,12 @@ def test_hybrid(run_gpus: RunRanks, case: Case, check: Callable[..., None]) -> N
 
 
 @fp8_cases
-def test_hybrid_fp8(run_gpus: RunRanks, case: Case) -> None:
-    run_gpus(case.num_ranks, _permuted_fp8, case)
+def test_hybrid_repeated(run_gpus: RunRanks, case: Case) -> None:
+    run_gpus(case.num_ranks, hybrid.check_permuted_again, case, "cuda")
 
 
 def test_numbers_of_sms(run_gpus: RunRanks) -> None:
     run_gpus(NUM_GPUS, hybrid.check_sms, Case("sms", NUM_GPUS, 60, num_experts=8 * NUM_GPUS), "cuda")
-
-
-def _permuted_fp8(case: Case) -> None:
-    hybrid.check_permuted(case, "cuda", fp8=True)
 
 
 def test_probs() -> None:

@@ -61,10 +61,6 @@ def run_ranks() -> Iterator[RunRanks]:
     pool.close()
 
 
-def _permuted_fp8(case: Case) -> None:
-    hybrid.check_permuted(case, "cuda", fp8=True)
-
-
 def _low_latency_formats(case: Case) -> None:
     for format_name in ("bf16", "fp8_ue8m0"):
         low_latency.check_low_latency(case, format_name, "cuda")
@@ -96,7 +92,7 @@ def test_a_rank_that_is_ahead_does_not_disagree(run_ranks: RunRanks) -> None:
 @pytest.mark.parametrize("case", [case for case in EIGHT if case.hidden % 128 == 0], ids=lambda case: case.id)
 def test_eight_ranks_fp8(run_ranks: RunRanks, case: Case) -> None:
     run_ranks(8, normal.check_fp8, case, "cuda")
-    run_ranks(8, _permuted_fp8, case)
+    run_ranks(8, hybrid.check_permuted_again, case, "cuda")
 
 
 @has_a_gpu_each

@@ -21,6 +21,7 @@ void add_low_latency(pybind11::module_& module);
 void add_new_tensor(pybind11::module_& module);
 void add_normal_calls(pybind11::module_& module);
 void add_ordered_launches(pybind11::module_& module);
+void add_permuted_calls(pybind11::module_& module);
 void add_push_rows(pybind11::module_& module);
 void add_route_memory(pybind11::module_& module);
 void add_slot_pool(pybind11::module_& module);

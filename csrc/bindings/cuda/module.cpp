@@ -35,6 +35,7 @@ PYBIND11_MODULE(_cuda, module) {
   hybrid_ep::bindings::add_route_memory(module);
   hybrid_ep::bindings::add_slot_pool(module);
   hybrid_ep::bindings::add_normal_calls(module);
+  hybrid_ep::bindings::add_permuted_calls(module);
   hybrid_ep::bindings::add_low_latency(module);
   hybrid_ep::bindings::add_push_rows(module);
   hybrid_ep::bindings::add_sizes(module);

@@ -82,8 +82,8 @@ NewTensor::NewTensor(std::vector<int64_t> shape, std::vector<int64_t> strides, c
     : shape_(std::move(shape)),
       strides_(std::move(strides)),
       empty_strided_(py::module_::import("functools")
-                         .attr("partial")(py::module_::import("torch").attr("empty_strided"), shape_, strides_,
-                                          py::arg("dtype") = dtype, py::arg("device") = device)) {
+                         .attr("partial")(py::module_::import("torch").attr("empty_strided"), py::arg("dtype") = dtype,
+                                          py::arg("device") = device)) {
   const std::string name = py::str(dtype);  // "torch.int32"
   const auto type = number_of("aoti_torch_dtype_" + name.substr(name.find('.') + 1));
   const auto device_type = number_of("aoti_torch_device_type_" + device.attr("type").cast<std::string>());
@@ -97,21 +97,26 @@ NewTensor::NewTensor(std::vector<int64_t> shape, std::vector<int64_t> strides, c
   device_index_ = index.value_or(-1);
 }
 
-std::unique_ptr<OwnedTensor> NewTensor::make_owned() const {
+std::unique_ptr<OwnedTensor> NewTensor::make_owned(const std::vector<int64_t>& shape) const {
   if (dtype_ < 0) return nullptr;
   TorchInterface::Handle handle = nullptr;
-  const int32_t status =
-      torch_interface()->empty_strided(static_cast<int64_t>(shape_.size()), shape_.data(), strides_.data(), dtype_,
-                                       device_type_, device_index_, &handle);
+  const int32_t status = torch_interface()->empty_strided(
+      static_cast<int64_t>(shape.size()), shape.data(), strides_.data(), dtype_, device_type_, device_index_, &handle);
   return status == 0 ? std::make_unique<OwnedTensor>(handle) : nullptr;
 }
 
-py::object NewTensor::make(uintptr_t* address) const {
-  if (const auto owned = make_owned()) {
+py::object NewTensor::make_rows(int64_t num_rows, uintptr_t* address) const {
+  std::vector<int64_t> shape = shape_;
+  shape.front() = num_rows;
+  return make(shape, address);
+}
+
+py::object NewTensor::make(const std::vector<int64_t>& shape, uintptr_t* address) const {
+  if (const auto owned = make_owned(shape)) {
     *address = owned->address();
     return owned->as_python();
   }
-  const py::object tensor = empty_strided_();  // raises what torch raises, if there is no memory
+  const py::object tensor = empty_strided_(shape, strides_);  // raises what torch raises, if there is no memory
   *address = address_of(tensor);
   return tensor;
 }

@@ -52,14 +52,19 @@ class NewTensor {
             const pybind11::object& device, bool by_python);
 
   // Writes the address, too.
-  pybind11::object make(uintptr_t* address) const;
+  pybind11::object make(uintptr_t* address) const { return make(shape_, address); }
+  // The same with another first size.
+  pybind11::object make_rows(int64_t num_rows, uintptr_t* address) const;
   // nullptr: torch cannot make one in this way, or not now.
-  std::unique_ptr<OwnedTensor> make_owned() const;
+  std::unique_ptr<OwnedTensor> make_owned() const { return make_owned(shape_); }
 
  private:
+  pybind11::object make(const std::vector<int64_t>& shape, uintptr_t* address) const;
+  std::unique_ptr<OwnedTensor> make_owned(const std::vector<int64_t>& shape) const;
+
   std::vector<int64_t> shape_, strides_;
   int32_t dtype_ = 0, device_type_ = 0, device_index_ = 0;
-  pybind11::object empty_strided_;  // of Python, with all arguments
+  pybind11::object empty_strided_;  // of Python, with dtype and device
 };
 
 }  // namespace hybrid_ep::bindings

@@ -1,130 +1,18 @@
-// Dispatches and combines that repeat an earlier call, within a domain and with rows by source. Each is one call of
-// C++, which takes a slot or memory for the results, launches, and makes the tensors. Python makes a call that needs
-// anything else: hybrid_ep/engine/cuda/repeated.py.
-#include <array>
+// Dispatches and combines that repeat an earlier call, within a domain and with rows by source.
 #include <optional>
-#include <stdexcept>
 #include <utility>
 
 #include "bindings/cuda/address.h"
 #include "bindings/cuda/bindings.h"
+#include "bindings/cuda/engine_calls.h"
 #include "bindings/cuda/fast_call.h"
 #include "bindings/cuda/new_tensor.h"
-#include "bindings/cuda/ordered_launches.h"
 #include "bindings/cuda/route_memory.h"
 #include "bindings/cuda/slot_tensors.h"
-#include "common/capture.h"
 
 namespace hybrid_ep::bindings {
 namespace py = pybind11;
 namespace {
-
-py::object field(const py::object& object) { return object; }
-template <typename Integer>
-py::object field(Integer value) {
-  return py::int_(value);
-}
-
-// A tuple of a class that is a NamedTuple. Calling the class would take longer than the rest of a call's bookkeeping.
-template <typename... Fields>
-py::object make_named(const py::object& named, const Fields&... fields) {
-  auto* const type = reinterpret_cast<PyTypeObject*>(named.ptr());
-  std::array<py::object, sizeof...(Fields)> values{field(fields)...};
-  auto made = py::reinterpret_steal<py::object>(type->tp_alloc(type, values.size()));
-  if (!made) throw py::error_already_set();
-  for (size_t i = 0; i < values.size(); ++i) PyTuple_SET_ITEM(made.ptr(), i, values[i].release().ptr());
-  return made;
-}
-
-// The fields of a Route in hybrid_ep/engine/cuda/route.py that calls read.
-struct RouteFields {
-  explicit RouteFields(py::handle route)
-      : address(PyLong_AsSize_t(item(route, 1).ptr())),
-        num_recv(integer(route, 3)),
-        max_recv(integer(route, 4)),
-        max_sent(integer(route, 5)),
-        num_sent_away(integer(route, 6)),
-        num_from_away(integer(route, 7)),
-        number(integer(route, 8)),
-        stream(PyLong_AsSize_t(item(route, 9).ptr())) {
-    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
-  }
-
-  uintptr_t address;
-  int num_recv, max_recv, max_sent, num_sent_away, num_from_away, number;
-  uintptr_t stream;
-
- private:
-  static py::handle item(py::handle route, int i) { return PyTuple_GET_ITEM(route.ptr(), i); }
-  static int integer(py::handle route, int i) { return static_cast<int>(PyLong_AsLong(item(route, i).ptr())); }
-};
-
-// What calls use of their engine, a CudaEngine, which outlives them.
-class EngineCalls {
- public:
-  // `route_type` is Route.
-  EngineCalls(py::handle engine, const py::object& route_type)
-      : communicator(engine.attr("_communicator").cast<Communicator&>()),
-        routes(engine.attr("_routes").cast<RouteMemory&>()),
-        engine_(engine),
-        traffic_(engine.attr("traffic")),
-        route_type_(route_type),
-        launches_(engine.attr("_order").cast<OrderedLaunches&>()),
-        number_(engine.attr("number").cast<int>()) {}
-
-  Communicator& communicator;
-  RouteMemory& routes;
-
-  // The SlotTensors for a call that can be one call of C++; None: it cannot, for there is more to be done. A call keeps
-  // them, because the engine may get others while it waits.
-  py::object slots() const { return engine_.attr(slots_now_); }
-  // The stream of a call, after the engine's earlier launches; nullopt: a kernel has reported a fault, or the stream is
-  // being captured.
-  std::optional<cudaStream_t> begin() const {
-    if (communicator.has_fault()) return std::nullopt;
-    const cudaStream_t stream = launches_.current();
-    if (capture_of(stream).id != 0) return std::nullopt;
-    launches_.order().begin(stream);
-    return stream;
-  }
-  // The route of a handle; nullopt: an engine of another kind has made it, or its memory belongs to another stream.
-  std::optional<RouteFields> route_for(py::handle handle, cudaStream_t stream) const {
-    const py::handle state = PyTuple_GET_ITEM(handle.ptr(), kStateOfHandle);
-    if (!Py_IS_TYPE(state.ptr(), reinterpret_cast<PyTypeObject*>(route_type_.ptr()))) return std::nullopt;
-    const RouteFields route(state);
-    return route.stream == reinterpret_cast<uintptr_t>(stream) ? std::optional(route) : std::nullopt;
-  }
-  // Counts a launch, and returns its number.
-  int count() const {
-    const int64_t num_calls = engine_.attr(num_calls_).cast<int64_t>() + 1;
-    engine_.attr(num_calls_) = num_calls;
-    return dispatch_number(number_, num_calls);
-  }
-  void count_traffic(int64_t num_bytes) const {
-    if (num_bytes != 0) traffic_.attr(within_) = traffic_.attr(within_).cast<int64_t>() + num_bytes;
-  }
-  // Must be called after the last use of the arena.
-  void end() const { launches_.order().end(); }
-
-  py::object make_route(const RouteMemory::Piece& piece, int64_t counts_at, int num_recv, int max_recv, int max_sent,
-                        int num_sent_away, int num_from_away, int number, cudaStream_t stream) const {
-    return make_named(route_type_, piece.chunk, piece.address, counts_at, num_recv, max_recv, max_sent, num_sent_away,
-                      num_from_away, number, reinterpret_cast<uintptr_t>(stream));
-  }
-  [[noreturn]] void raise_failed() const {
-    engine_.attr("_raise_failed")();
-    throw std::logic_error("CudaEngine._raise_failed has returned");
-  }
-
- private:
-  static constexpr int kStateOfHandle = 6;  // in a DispatchHandle
-
-  py::handle engine_;
-  py::object traffic_, route_type_;
-  OrderedLaunches& launches_;
-  int number_;
-  py::str num_calls_ = "num_calls", within_ = "within_domain", slots_now_ = "slots_now";
-};
 
 // Dispatches that make their route.
 class RepeatedDispatch {
@@ -178,7 +66,9 @@ class RepeatedDispatch {
     const py::object route =
         calls_.make_route(piece, counts_at_, waited->num_recv, waited->max_recv, waited->max_sent,
                           waited->num_sent_away, waited->num_recv - waited->num_kept, number, stream);
-    return result(*waited->results, waited->num_tokens_per_expert, waited->num_recv, route);
+    py::list counts(waited->num_tokens_per_expert.size());
+    for (size_t e = 0; e < counts.size(); ++e) counts[e] = py::int_(waited->num_tokens_per_expert[e]);
+    return result(*waited->results, counts, waited->num_recv, route);
   }
 
   py::object result(const SlotResults& made, const py::object& counts, int num_recv, const py::object& route) const {

@@ -50,13 +50,13 @@ SlotResults SlotTensors::tensors(int slot_idx, const DispatchPlan& plan, int64_t
   const bool is_permuted = plan.pad_multiple > 0;
   SlotResults results = slot_tensors(slot_idx, plan.format, num_rows, is_permuted);
   if (plan.makes_route) {
-    const auto part = [&](int64_t offset, std::vector<int64_t> shape) {
+    const auto part = [&](int64_t offset, std::vector<int64_t> shape, ElementType type = {kInt, 32}) {
       const uintptr_t address = route + offset * sizeof(int32_t);
-      return make_tensor(address, std::move(shape), {kInt, 32}, device_, [memory] {});
+      return make_tensor(address, std::move(shape), type, device_, [memory] {});
     };
     results.rank_prefix = part(plan.route.rank_prefix, {plan.num_ranks, plan.num_ranks});
     if (is_permuted) {
-      results.counts = part(plan.route.num_tokens_per_expert, {plan.num_experts / plan.num_ranks});
+      results.counts = part(plan.route.returned_counts, {plan.num_experts / plan.num_ranks}, {kInt, 64});
       results.overflow = part(plan.route.overflow, {1});
     }
   }
@@ -91,14 +91,16 @@ std::optional<SlotTensors::Waited> SlotTensors::dispatch_and_wait(Communicator& 
       return waited;
     }
     waited.num_recv = found->num_recv;
+    waited.num_permuted = found->num_permuted;
     waited.num_sent_away = found->num_sent_away;
     waited.num_kept = found->num_kept;
     waited.max_recv = found->max_recv;
     waited.max_sent = found->max_sent;
-    py::list counts(plan.num_experts / plan.num_ranks);
-    for (size_t e = 0; e < counts.size(); ++e) counts[e] = py::int_(found->num_tokens_per_expert[e]);
-    waited.num_tokens_per_expert = std::move(counts);
-    waited.results = tensors(slot_idx, plan, waited.num_recv, memory, reinterpret_cast<uintptr_t>(given.route));
+    waited.max_rows = found->max_rows;
+    const int32_t* const counts = found->num_tokens_per_expert;
+    waited.num_tokens_per_expert.assign(counts, counts + plan.num_experts / plan.num_ranks);
+    const int num_rows = plan.pad_multiple > 0 ? waited.num_permuted : waited.num_recv;
+    waited.results = tensors(slot_idx, plan, num_rows, memory, reinterpret_cast<uintptr_t>(given.route));
     return waited;
   });
 }
@@ -127,7 +129,7 @@ SlotResults SlotTensors::slot_tensors(int slot_idx, const RowFormat& format, int
   const SlotLayout layout = make_slot_layout(format.widths(), slot_bytes_);
   require(num_rows <= layout.capacity, "rows of a result", num_rows, "what a slot holds");
   const py::none none;
-  SlotResults results{none, none, none, none, none, none, none};
+  SlotResults results{none, none, none, none, none, none, none, slot_idx};
   results.rows = slot_tensor(slot_idx, layout.rows, num_rows, format.rows);
   if (!is_permuted) {
     results.experts = slot_tensor(slot_idx, layout.experts, num_rows, format.experts);

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <vector>
 
 #include "runtime/communicator.h"
 #include "runtime/slot_pool.h"
@@ -15,6 +16,7 @@ namespace hybrid_ep::bindings {
 // The results of a dispatch, in the order of DispatchOutput in arena.py; None for what the call has not.
 struct SlotResults {
   pybind11::object rows, experts, weights, scales, rank_prefix, counts, overflow;
+  int slot_idx;  // not in the tuple
 
   pybind11::tuple as_tuple() const;
 };
@@ -49,9 +51,9 @@ class SlotTensors {
   // Of HostCounts; without results the rest is undefined.
   struct Waited {
     bool has_failed;
-    int num_recv, num_sent_away, num_kept, max_recv, max_sent;
-    pybind11::object num_tokens_per_expert;  // a list
-    std::optional<SlotResults> results;      // nullopt: it has failed, or slots are too small and no rank has sent
+    int num_recv, num_permuted, num_sent_away, num_kept, max_recv, max_sent, max_rows;
+    std::vector<int32_t> num_tokens_per_expert;  // of the local experts
+    std::optional<SlotResults> results;          // nullopt: it has failed, or slots are too small and no rank has sent
   };
   // Launches a dispatch that makes its route, and waits for its counts. nullopt: no call was launched, as above.
   std::optional<Waited> dispatch_and_wait(Communicator& communicator, const DispatchPlan& plan,

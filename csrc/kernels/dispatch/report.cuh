@@ -54,6 +54,7 @@ __device__ bool report_counts(const DispatchParams& params, const Waiter& waiter
     if (params.pad_multiple > 0) {
       params.num_tokens_per_expert[num_local + l] = total;
       total = (total + params.pad_multiple - 1) / params.pad_multiple * params.pad_multiple;
+      params.returned_counts[l] = total;
     }
     params.num_tokens_per_expert[l] = total;
     if (params.host_counts != nullptr) params.host_counts->num_tokens_per_expert[l] = total;

@@ -48,7 +48,7 @@ class DispatchOutput(NamedTuple):
         weights: ``[n, K]`` float32.
         scales: ``[n, …]``.
         rank_prefix: ``[R, R]`` int32. Rank prefix, counts and overflow are here only if the call made its route.
-        counts: ``[LE]`` int32, padding included; expert-major only.
+        counts: ``[LE]`` int64, padding included; expert-major only.
         overflow: ``[1]`` int32; expert-major only.
     """
 

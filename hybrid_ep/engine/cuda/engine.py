@@ -44,6 +44,9 @@ from hybrid_ep.engine.calls import (
     PermuteHandle,
     RepeatedLowLatencyCombine,
     RepeatedLowLatencyDispatch,
+    RepeatedPermuted,
+    RepeatedPermutedAlong,
+    RepeatedUnpermute,
     Routing,
     Rows,
     state_of,
@@ -63,6 +66,9 @@ from hybrid_ep.engine.cuda.repeated import (
     repeat_along,
     repeat_combine,
     repeat_dispatch,
+    repeat_permuted,
+    repeat_permuted_along,
+    repeat_unpermute,
 )
 from hybrid_ep.engine.cuda.route import (
     HostCounts,
@@ -238,6 +244,9 @@ class CudaEngine(Engine):
         handle = PermuteHandle(dispatch, counts, sent.num_rows, request.pad_multiple, state, output.overflow)
         return Permuted(permuted, probs, counts, handle)
 
+    def repeat_of_permuted(self, request: DispatchRequest) -> RepeatedPermuted | None:
+        return repeat_permuted(self, request)
+
     def dispatch_permuted_cached(self, request: CachedDispatchRequest, handle: PermuteHandle) -> Rows:
         state = state_of(handle, PermuteState)
         planned, stream = self._plan_along(request, handle.dispatch, handle.pad_multiple)
@@ -249,8 +258,14 @@ class CudaEngine(Engine):
             self._end()
         return permuted
 
+    def repeat_of_permuted_cached(self, request: CachedDispatchRequest, handle: PermuteHandle) -> RepeatedPermutedAlong:
+        return repeat_permuted_along(self, request, handle)
+
     def combine_permuted(self, request: CombineRequest, handle: PermuteHandle) -> Combined:
         return combine_permuted(self, request, handle)
+
+    def repeat_of_combine_permuted(self, request: CombineRequest, handle: PermuteHandle) -> RepeatedUnpermute:
+        return repeat_unpermute(self, request, handle)
 
     def allocate_spare(self, num_bytes: int, device: torch.device) -> Tensor:
         return self._experts.allocate(num_bytes) if device == self.device else super().allocate_spare(num_bytes, device)

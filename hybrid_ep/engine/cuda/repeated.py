@@ -1,15 +1,16 @@
 """A part of `CudaEngine`: dispatches and combines that repeat an earlier one, each as one call of C++.
 
-csrc/bindings/cuda/normal_calls.cpp makes them. `call` of each object is that call; it returns None, and has done
-nothing, where the object makes the call in steps. Some calls take more than one step, and `CudaEngine` makes those:
-calls after a fault, calls that a graph captures, that find no free slot or need larger ones, that run on another stream
-than the dispatch of their handle, or whose tensors are not aligned.
+normal_calls.cpp and permuted_calls.cpp in csrc/bindings/cuda make them. `call` of each object is that call. It returns
+None, and has done nothing, where the object makes the call in steps. Some calls take more than one step, and
+`CudaEngine` makes those: calls after a fault, calls that a graph captures, that find no free slot or need larger ones,
+that run on another stream than the dispatch of their handle, or whose tensors are not aligned.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from hybrid_ep import _cuda
@@ -19,12 +20,23 @@ from hybrid_ep.engine.calls import (
     DispatchedFields,
     DispatchHandle,
     DispatchRequest,
+    PermuteHandle,
+    RepeatedPermuted,
+    RepeatedPermutedAlong,
+    RepeatedUnpermute,
     Routing,
     Rows,
 )
 from hybrid_ep.engine.cuda.combine import results_of
-from hybrid_ep.engine.cuda.plan import combine_shape_of, plan_combine, plan_dispatch, shape_along, shape_of
-from hybrid_ep.engine.cuda.route import Route
+from hybrid_ep.engine.cuda.plan import (
+    combine_shape_of,
+    combine_shape_of_experts,
+    plan_combine,
+    plan_dispatch,
+    shape_along,
+    shape_of,
+)
+from hybrid_ep.engine.cuda.route import PermuteState, Route
 
 if TYPE_CHECKING:
     from hybrid_ep.engine.cuda.engine import CudaEngine
@@ -36,6 +48,9 @@ __all__ = [
     "repeat_along",
     "repeat_combine",
     "repeat_dispatch",
+    "repeat_permuted",
+    "repeat_permuted_along",
+    "repeat_unpermute",
 ]
 
 
@@ -144,3 +159,79 @@ def repeat_combine(engine: CudaEngine, request: CombineRequest, handle: Dispatch
         )
         engine._repeated.add(shape, native)
     return RepeatedCombine(engine, request, native)
+
+
+# Of which the handles of permuted dispatches are made.
+_TYPES = Route, DispatchHandle, PermuteState, PermuteHandle
+
+
+def _new(engine: CudaEngine, *shape: int, dtype: torch.dtype = torch.float32) -> _cuda.NewTensor:
+    """What makes tensors of this shape on the GPU."""
+    assert engine.device is not None
+    return _cuda.NewTensor(shape, (*shape[1:], 1), dtype, engine.device)
+
+
+def _new_scales(engine: CudaEngine, rows: Rows) -> _cuda.NewTensor | None:
+    """What makes the scales of any number of rows."""
+    return None if rows.scales is None else _new(engine, 0, rows.scales.shape[1], dtype=rows.scales.dtype)
+
+
+def repeat_permuted(engine: CudaEngine, request: DispatchRequest) -> RepeatedPermuted | None:
+    """See `Engine.repeat_of_permuted`."""
+    grid, num_expert_sms = engine.grid, request.num_expert_sms or 0
+    key = shape_of(request, grid), num_expert_sms
+    native: _cuda.RepeatedPermutedDispatch | None = engine._repeated.get(key)
+    if native is None:
+        planned = plan_dispatch(grid.rank, grid.num_ranks, key[0])
+        if planned.refusal is not None:
+            return None
+        native = _cuda.RepeatedPermutedDispatch(
+            engine,
+            planned.native,
+            request.bound,
+            num_expert_sms,
+            None if request.routing.topk_weights is None else _new(engine, 0),
+            _new_scales(engine, request.rows),
+            _cuda.NewTensor((planned.native.num_local_experts,), (1,), torch.int64, torch.device("cpu")),
+            grid,
+            _TYPES,
+        )
+        engine._repeated.add(key, native)
+    return native.call
+
+
+def repeat_permuted_along(
+    engine: CudaEngine, request: CachedDispatchRequest, handle: PermuteHandle
+) -> RepeatedPermutedAlong:
+    """See `Engine.repeat_of_permuted_cached`."""
+    grid, num_expert_sms = engine.grid, request.num_expert_sms or 0
+    key = shape_along(request, handle.dispatch, handle.pad_multiple, max_rows=0), num_expert_sms
+    native: _cuda.RepeatedPermutedDispatchAlong | None = engine._repeated.get(key)
+    if native is None:
+        planned, make_scales = plan_dispatch(grid.rank, grid.num_ranks, key[0]), _new_scales(engine, request.rows)
+        native = _cuda.RepeatedPermutedDispatchAlong(engine, planned.native, num_expert_sms, make_scales, _TYPES)
+        engine._repeated.add(key, native)
+    return native.call
+
+
+def repeat_unpermute(engine: CudaEngine, request: CombineRequest, handle: PermuteHandle) -> RepeatedUnpermute:
+    """See `Engine.repeat_of_combine_permuted`."""
+    shape = combine_shape_of_experts(request, handle.dispatch)
+    key = "experts", shape
+    native: _cuda.RepeatedPermutedCombine | None = engine._repeated.get(key)
+    if native is None:
+        make_out, make_out_weights = results_of(shape, engine.device)
+        has_probs = request.weights is not None
+        native = _cuda.RepeatedPermutedCombine(
+            engine,
+            plan_combine(shape),
+            _new(engine, 0, shape.hidden, dtype=shape.dtype),
+            _new(engine, 0, shape.num_topk) if has_probs else None,
+            make_out,
+            make_out_weights if has_probs else None,
+            _new(engine, shape.num_tokens, shape.num_experts) if has_probs else None,
+            engine._index,
+            _TYPES,
+        )
+        engine._repeated.add(key, native)
+    return native.call

@@ -1,0 +1,135 @@
+// What calls that repeat an earlier one use of their engine. Each is one call of C++, which takes a slot or memory for
+// the results, launches, and makes the tensors. It returns None where it has done nothing, because the call needs
+// anything else. Python makes it then: hybrid_ep/engine/cuda/repeated.py.
+#pragma once
+
+#include <cuda_runtime_api.h>
+#include <pybind11/pybind11.h>
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <stdexcept>
+#include <utility>
+
+#include "bindings/cuda/bindings.h"
+#include "bindings/cuda/ordered_launches.h"
+#include "bindings/cuda/route_memory.h"
+#include "common/capture.h"
+
+namespace hybrid_ep::bindings {
+
+inline pybind11::object field(const pybind11::object& object) { return object; }
+template <typename Integer>
+pybind11::object field(Integer value) {
+  return pybind11::int_(value);
+}
+
+// A tuple of a class that is a NamedTuple. Calling the class would take longer than the rest of a call's bookkeeping.
+template <typename... Fields>
+pybind11::object make_named(const pybind11::object& named, const Fields&... fields) {
+  auto* const type = reinterpret_cast<PyTypeObject*>(named.ptr());
+  std::array<pybind11::object, sizeof...(Fields)> values{field(fields)...};
+  auto made = pybind11::reinterpret_steal<pybind11::object>(type->tp_alloc(type, values.size()));
+  if (!made) throw pybind11::error_already_set();
+  for (size_t i = 0; i < values.size(); ++i) PyTuple_SET_ITEM(made.ptr(), i, values[i].release().ptr());
+  return made;
+}
+
+// The fields of a Route in hybrid_ep/engine/cuda/route.py that calls read.
+struct RouteFields {
+  explicit RouteFields(pybind11::handle route)
+      : address(PyLong_AsSize_t(item(route, 1).ptr())),
+        num_recv(integer(route, 3)),
+        max_recv(integer(route, 4)),
+        max_sent(integer(route, 5)),
+        num_sent_away(integer(route, 6)),
+        num_from_away(integer(route, 7)),
+        number(integer(route, 8)),
+        stream(PyLong_AsSize_t(item(route, 9).ptr())) {
+    if (PyErr_Occurred() != nullptr) throw pybind11::error_already_set();
+  }
+
+  uintptr_t address;
+  int num_recv, max_recv, max_sent, num_sent_away, num_from_away, number;
+  uintptr_t stream;
+
+ private:
+  static pybind11::handle item(pybind11::handle route, int i) { return PyTuple_GET_ITEM(route.ptr(), i); }
+  static int integer(pybind11::handle route, int i) { return static_cast<int>(PyLong_AsLong(item(route, i).ptr())); }
+};
+
+// What calls use of their engine, a CudaEngine, which outlives them.
+class EngineCalls {
+ public:
+  // `route_type` is Route.
+  EngineCalls(pybind11::handle engine, const pybind11::object& route_type)
+      : communicator(engine.attr("_communicator").cast<Communicator&>()),
+        routes(engine.attr("_routes").cast<RouteMemory&>()),
+        engine_(engine),
+        traffic_(engine.attr("traffic")),
+        route_type_(route_type),
+        launches_(engine.attr("_order").cast<OrderedLaunches&>()),
+        number_(engine.attr("number").cast<int>()) {}
+
+  Communicator& communicator;
+  RouteMemory& routes;
+
+  // The SlotTensors for a call that can be one call of C++; None: it cannot, for there is more to be done. A call keeps
+  // them, because the engine may get others while it waits.
+  pybind11::object slots() const { return engine_.attr(slots_now_); }
+  // The stream of a call, after the engine's earlier launches; nullopt: a kernel has reported a fault, or the stream is
+  // being captured.
+  std::optional<cudaStream_t> begin() const {
+    if (communicator.has_fault()) return std::nullopt;
+    const cudaStream_t stream = launches_.current();
+    if (capture_of(stream).id != 0) return std::nullopt;
+    launches_.order().begin(stream);
+    return stream;
+  }
+  // The route of a handle; nullopt: an engine of another kind has made it, or its memory belongs to another stream.
+  std::optional<RouteFields> route_for(pybind11::handle handle, cudaStream_t stream) const {
+    const pybind11::handle state = PyTuple_GET_ITEM(handle.ptr(), kStateOfHandle);
+    if (!is_of(state, route_type_)) return std::nullopt;
+    const RouteFields route(state);
+    return route.stream == reinterpret_cast<uintptr_t>(stream) ? std::optional(route) : std::nullopt;
+  }
+  // Counts a launch, and returns its number.
+  int count() const {
+    const int64_t num_calls = engine_.attr(num_calls_).cast<int64_t>() + 1;
+    engine_.attr(num_calls_) = num_calls;
+    return dispatch_number(number_, num_calls);
+  }
+  void count_traffic(int64_t num_bytes) const {
+    if (num_bytes != 0) traffic_.attr(within_) = traffic_.attr(within_).cast<int64_t>() + num_bytes;
+  }
+  // Must be called after the last use of the arena.
+  void end() const { launches_.order().end(); }
+
+  pybind11::object make_route(const RouteMemory::Piece& piece, int64_t counts_at, int num_recv, int max_recv,
+                              int max_sent, int num_sent_away, int num_from_away, int number,
+                              cudaStream_t stream) const {
+    return make_named(route_type_, piece.chunk, piece.address, counts_at, num_recv, max_recv, max_sent, num_sent_away,
+                      num_from_away, number, reinterpret_cast<uintptr_t>(stream));
+  }
+  [[noreturn]] void raise_failed() const {
+    engine_.attr("_raise_failed")();
+    throw std::logic_error("CudaEngine._raise_failed has returned");
+  }
+  // `communicator` as Python has it.
+  pybind11::object own_communicator() const { return engine_.attr("_communicator"); }
+  static bool is_of(pybind11::handle object, const pybind11::object& type) {
+    return Py_IS_TYPE(object.ptr(), reinterpret_cast<PyTypeObject*>(type.ptr()));
+  }
+
+ private:
+  static constexpr int kStateOfHandle = 6;  // in a DispatchHandle
+
+  pybind11::handle engine_;
+  pybind11::object traffic_, route_type_;
+  OrderedLaunches& launches_;
+  int number_;
+  pybind11::str num_calls_ = "num_calls", within_ = "within_domain", slots_now_ = "slots_now";
+};
+
+}  // namespace hybrid_ep::bindings
