@@ -214,17 +214,22 @@ class Method {
     PyObject* const takes = PyTuple_GET_ITEM(repeat.ptr(), 1);
     const auto num_taken = static_cast<size_t>(PyTuple_GET_SIZE(takes));
     Arguments taken;
+    std::array<py::object, kMaxParameters> owned;
     if (num_taken > taken.size()) throw py::value_error("a Repeat takes too much");
-    for (size_t i = 0; i < num_taken; ++i) taken[i] = take(PyTuple_GET_ITEM(takes, i), arguments);
+    for (size_t i = 0; i < num_taken; ++i) taken[i] = take(PyTuple_GET_ITEM(takes, i), arguments, &owned[i]);
     const py::object made =
         checked(PyObject_Vectorcall(PyTuple_GET_ITEM(repeat.ptr(), 0), taken.data(), num_taken, nullptr));
     return made.is_none() ? py::object() : give(PyTuple_GET_ITEM(repeat.ptr(), 2), made);
   }
-  static PyObject* take(PyObject* what, const Arguments& arguments) {
+  // `owned` keeps what nothing else may.
+  static PyObject* take(PyObject* what, const Arguments& arguments, py::object* owned) {
     if (what == Py_None) return what;
     if (PyLong_CheckExact(what)) return arguments[PyLong_AsLong(what)];
-    return PyTuple_GetItem(arguments[PyLong_AsLong(PyTuple_GET_ITEM(what, 0))],
-                           PyLong_AsLong(PyTuple_GET_ITEM(what, 1)));
+    PyObject* const argument = arguments[PyLong_AsLong(PyTuple_GET_ITEM(what, 0))];
+    PyObject* const part = PyTuple_GET_ITEM(what, 1);
+    if (PyLong_CheckExact(part)) return PyTuple_GetItem(argument, PyLong_AsLong(part));
+    *owned = checked(PyObject_GetAttr(argument, part));
+    return owned->ptr();
   }
   static py::object give(PyObject* what, const py::object& made) {
     if (PyLong_CheckExact(what)) {

@@ -14,11 +14,14 @@ from torch import Tensor
 
 from hybrid_ep import env
 from hybrid_ep.buffers.base import check_bias, check_rows, check_weights, resolve_group
-from hybrid_ep.buffers.elastic_handle import EPHandle
+from hybrid_ep.buffers.elastic_handle import Counts, EPHandle
+from hybrid_ep.buffers.elastic_repeats import repeat_along, repeat_combine, repeat_dispatch
 from hybrid_ep.buffers.load_balance import LoadBalanceCalls
+from hybrid_ep.buffers.repeats import up_to
 from hybrid_ep.core.checks import (
     MAX_BYTES,
     MAX_TOPK,
+    are_packed,
     packed,
     require,
     require_bool,
@@ -26,6 +29,7 @@ from hybrid_ep.core.checks import (
     require_tensor,
 )
 from hybrid_ep.core.event import EventHandle, EventOverlap, as_overlap
+from hybrid_ep.core.repeatable import Repeat
 from hybrid_ep.core.streams import is_capturing
 from hybrid_ep.engine.calls import (
     CachedDispatchRequest,
@@ -286,8 +290,8 @@ class ElasticCalls(LoadBalanceCalls):
         stats: Tensor | None,
         handle: EPHandle | None,
         options: DispatchOptions,
-    ) -> DispatchResult:
-        """A dispatch of either class."""
+    ) -> tuple[DispatchResult, Repeat | None]:
+        """A dispatch of either class, and how it can be repeated."""
         engine = self.engine
         data, scales = _parts(x)
         _check_flags(options)
@@ -298,14 +302,17 @@ class ElasticCalls(LoadBalanceCalls):
         with self._comm_stream.scope(options.previous_event, async_finish):
             # Here, because it may copy scales.
             rows = check_rows("x", data, scales, device=engine.device, opaque_scales=True)
+            request: DispatchRequest | CachedDispatchRequest
             if handle is None:
                 routing, sizes = self._routing(rows, topk_idx, topk_weights, options)
                 self._check_stats(stats, routing.num_experts, rows.data.device)
-                received, recv_idx, recv_weights, handle = self._send(rows, routing, sizes, num_sms, options)
+                request = self._request(rows, routing, sizes, num_sms, options)
+                received, recv_idx, recv_weights, handle = self._send(request, sizes)
             else:
                 self._check_cached(handle, rows, topk_idx, topk_weights, options)
                 self._check_stats(stats, handle.num_experts, rows.data.device)
-                received, recv_idx, recv_weights = self._send_again(rows, packed(topk_weights), handle, num_sms)
+                request = CachedDispatchRequest(rows, num_sms or handle.asked_num_sms)
+                received, recv_idx, recv_weights = self._send_again(request, packed(topk_weights), handle)
             if stats is not None:
                 stats.add_(handle.num_unaligned_recv_tokens_per_expert)
             if before_epilogue is not None:
@@ -322,7 +329,24 @@ class ElasticCalls(LoadBalanceCalls):
         tensors = (*rows, topk_idx, topk_weights, stats, *received, recv_idx, recv_weights, *made)
         event = self._comm_stream.finish(options.previous_event, async_finish, tensors)
         recv_x = received.data if received.scales is None else (received.data, received.scales)
-        return recv_x, recv_idx, recv_weights, handle, event
+        result = recv_x, recv_idx, recv_weights, handle, event
+        has_events = options.previous_event is not None or before_epilogue is not None or async_finish
+        if has_events or options.use_tma_aligned_col_major_sf or not self._is_as_given(rows, x, topk_weights):
+            return result, None
+        if isinstance(request, CachedDispatchRequest):
+            repeats = topk_weights is None and handle.grid is self.grid
+            return result, repeat_along(self, request, x, handle) if repeats else None
+        # A call that looks at the values of the indices does so each time.
+        assert topk_idx is not None
+        repeats = topk_idx.is_cuda and topk_idx.is_contiguous()
+        copies = bool(options.do_handle_copy)
+        return result, repeat_dispatch(self, request, x, handle, copies_topk=copies) if repeats else None
+
+    @staticmethod
+    def _is_as_given(rows: Rows, x: Tensor | tuple[Tensor, Tensor], topk_weights: Tensor | None) -> bool:
+        """Whether rows and weights were copied to be packed."""
+        data, scales = _parts(x)
+        return are_packed(data, topk_weights) and rows.scales is scales
 
     def _combine(
         self,
@@ -335,8 +359,8 @@ class ElasticCalls(LoadBalanceCalls):
         previous_event: Event | None,
         previous_event_before_epilogue: Event | None,
         async_finish: bool,
-    ) -> CombineResult:
-        """A combine of either class."""
+    ) -> tuple[CombineResult, Repeat | None]:
+        """A combine of either class, and how it can be repeated."""
         engine = self.engine
         before_epilogue = as_overlap("previous_event_before_epilogue", previous_event_before_epilogue)
         require_int("num_sms", num_sms, minimum=0)
@@ -345,7 +369,7 @@ class ElasticCalls(LoadBalanceCalls):
         self._check_handle(handle)
         check_rows("x", x, None, device=engine.device)
         dispatch, permute = handle.dispatch, handle.permute
-        num_rows = dispatch.num_recv if permute is None else permute.num_permuted
+        num_rows = handle.num_rows
         if x.shape[0] != num_rows:
             require(False, "rows of x", x.shape[0], f"{num_rows}, as received with this handle")
         if topk_weights is not None:
@@ -363,7 +387,11 @@ class ElasticCalls(LoadBalanceCalls):
             if before_epilogue is not None:
                 before_epilogue.current_stream_wait()
         tensors = (x, topk_weights, *biases, *combined)
-        return combined.data, combined.weights, self._comm_stream.finish(previous_event, async_finish, tensors)
+        result = *combined, self._comm_stream.finish(previous_event, async_finish, tensors)
+        has_events = previous_event is not None or before_epilogue is not None or async_finish
+        if has_events or not are_packed(x, topk_weights, *biases) or handle.grid is not self.grid:
+            return result, None
+        return result, repeat_combine(self, request, bias, handle)
 
     def _routing(
         self, rows: Rows, topk_idx: Tensor | None, topk_weights: Tensor | None, options: DispatchOptions
@@ -387,50 +415,54 @@ class ElasticCalls(LoadBalanceCalls):
         kept = topk_idx.clone() if options.do_handle_copy else topk_idx.contiguous()
         return Routing(kept, packed(topk_weights), options.num_experts, max_tokens=most), (most, alignment)
 
-    def _send(
+    def _request(
         self, rows: Rows, routing: Routing, sizes: tuple[int, int], num_sms: int | None, options: DispatchOptions
+    ) -> DispatchRequest:
+        """A dispatch that makes its route. `sizes`: M and the alignment."""
+        most, alignment = sizes
+        does_sync = options.do_cpu_sync is None or bool(options.do_cpu_sync)
+        bound = None if does_sync else most * self.group_size
+        if not options.do_expand:
+            return DispatchRequest(rows, routing, bound, num_sms)
+        if bound is not None:
+            # A token may name an expert twice, so a row can have more than min(K, LE) copies.
+            num_local = routing.num_experts // self.group_size
+            bound = bound * routing.topk_idx.shape[1] + (alignment - 1) * num_local
+            bound = -(-bound // alignment) * alignment
+        # No more rows can arrive than the bound.
+        return DispatchRequest(rows, routing, bound, num_sms, pad_multiple=alignment, drops_rows=True)
+
+    def _send(
+        self, request: DispatchRequest, sizes: tuple[int, int]
     ) -> tuple[Rows, Tensor | None, Tensor | None, EPHandle]:
         """Dispatches; returns rows, experts and weights that arrived, and the handle."""
         (most, alignment), engine = sizes, self.engine
-        does_sync = options.do_cpu_sync is None or bool(options.do_cpu_sync)
-        most_rows = None if does_sync else most * self.group_size
         permute: PermuteHandle | None = None
         recv_idx = None
-        if options.do_expand:
-            bound = None
-            num_local = routing.num_experts // self.group_size
-            if most_rows is not None:
-                # A token may name an expert twice, so a row can have more than min(K, LE) copies.
-                bound = most_rows * routing.topk_idx.shape[1] + (alignment - 1) * num_local
-                bound = -(-bound // alignment) * alignment
-            # No more rows can arrive than the bound.
-            by_expert = engine.dispatch_permuted(
-                DispatchRequest(rows, routing, bound, num_sms, pad_multiple=alignment, drops_rows=True)
-            )
+        if request.pad_multiple:
+            by_expert = engine.dispatch_permuted(request)
             received, recv_weights, permute = by_expert.rows, by_expert.probs, by_expert.handle
-            dispatch, counts_on_host = permute.dispatch, by_expert.num_tokens_per_expert
+            dispatch, on_host = permute.dispatch, by_expert.num_tokens_per_expert
         else:
-            by_source = engine.dispatch(DispatchRequest(rows, routing, most_rows, num_sms))
+            by_source = engine.dispatch(request)
             received, recv_idx, recv_weights = by_source.rows, by_source.topk_idx, by_source.topk_weights
             dispatch = by_source.handle
-            assert most_rows is not None or by_source.num_tokens_per_expert is not None
-            counts_on_host = by_source.num_tokens_per_expert  # type: ignore[assignment]
-        counts = engine.tokens_per_expert(dispatch)
-        aligned = counts if alignment == 1 else (counts + (alignment - 1)) // alignment * alignment
-        ends = aligned.cumsum(0, dtype=torch.int32)
-        if options.do_expand and alignment > 1:
-            ends = ends - (aligned - counts)
+            on_host = by_source.num_tokens_per_expert  # type: ignore[assignment]
+        has_bound = request.bound is not None
         handle = EPHandle(
             buffer=self,
             expert_alignment=alignment,
             num_max_tokens_per_rank=most,
-            asked_num_sms=num_sms,
-            topk_idx=routing.topk_idx,
-            num_recv_tokens=dispatch.num_recv if most_rows is None else most_rows,
-            num_recv_tokens_per_expert_list=_rounded(counts_on_host, alignment) if most_rows is None else [],
-            psum_num_recv_tokens_per_scaleup_rank=self._rows_by_scaleup_rank(dispatch),
-            psum_num_recv_tokens_per_expert=ends,
-            num_unaligned_recv_tokens_per_expert=counts,
+            asked_num_sms=request.num_sms,
+            topk_idx=request.routing.topk_idx,
+            num_recv_tokens=most * self.group_size if has_bound else dispatch.num_recv,
+            num_recv_tokens_per_expert_list=[] if has_bound else up_to(on_host.tolist(), alignment),
+            counts=Counts.of(
+                self._rows_by_scaleup_rank(dispatch),
+                engine.tokens_per_expert(dispatch),
+                alignment,
+                permute is not None,
+            ),
             dispatch=dispatch,
             permute=permute,
             # A copy: the tensor that arrived holds its slot, and callers may write to it.
@@ -439,18 +471,17 @@ class ElasticCalls(LoadBalanceCalls):
         return received, recv_idx, recv_weights, handle
 
     def _send_again(
-        self, rows: Rows, weights: Tensor | None, handle: EPHandle, num_sms: int | None
+        self, request: CachedDispatchRequest, weights: Tensor | None, handle: EPHandle
     ) -> tuple[Rows, Tensor | None, Tensor | None]:
         """Dispatches along a handle; returns rows, experts and weights that arrived."""
-        engine, permute = self.engine, handle.permute
-        num_sms = num_sms or handle.asked_num_sms
+        engine, permute, (rows, num_sms, _) = self.engine, handle.permute, request
         if permute is not None:
             if weights is None:
-                return engine.dispatch_permuted_cached(CachedDispatchRequest(rows, num_sms), permute), None, None
+                return engine.dispatch_permuted_cached(request, permute), None, None
             by_expert = engine.dispatch_permuted_again(rows, handle.topk_idx, weights, permute, num_sms=num_sms)
             return by_expert.rows, None, by_expert.probs
         if weights is None:
-            received = engine.dispatch_cached(CachedDispatchRequest(rows, num_sms), handle.dispatch)
+            received = engine.dispatch_cached(request, handle.dispatch)
             assert handle.recv_topk_idx is not None
             return received, handle.recv_topk_idx.clone(), None
         by_source = engine.dispatch_again(rows, handle.topk_idx, weights, handle.dispatch, num_sms=num_sms)
@@ -515,11 +546,6 @@ def _check_flags(options: DispatchOptions) -> None:
     if options.do_cpu_sync is not None:
         require_bool("do_cpu_sync", options.do_cpu_sync)
     require(not options.do_zero_padding or bool(options.do_expand), "do_zero_padding", True, "False without do_expand")
-
-
-def _rounded(counts: Tensor, alignment: int) -> list[int]:
-    """Counts on the host, rounded up."""
-    return [-(-count // alignment) * alignment for count in counts.tolist()]
 
 
 def _column_major(scales: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """`EPHandle`: the handle of a dispatch of `ElasticBuffer` or `EPBuffer`, with DeepEP's attributes.
 
-Tensors that callers use in stream order after the dispatch are made with it. Attributes that only DeepEP's own programs
-read are computed when they are first read.
+Counts are made with the dispatch. After a dispatch that repeats an earlier one, they are computed when they are first
+read, from what its kernel has written. Attributes that only DeepEP's own programs read are always computed then.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from hybrid_ep.buffers.hybrid_handles import rows_of_copies
+from hybrid_ep.core.streams import is_capturing
 from hybrid_ep.engine.base import Engine
 from hybrid_ep.engine.calls import CachedDispatchRequest, DispatchHandle, PermuteHandle, Rows
 from hybrid_ep.errors import ClosedError, ConfigError
@@ -22,9 +24,32 @@ from hybrid_ep.errors import ClosedError, ConfigError
 if TYPE_CHECKING:
     from hybrid_ep.buffers.base import BaseBuffer
 
-__all__ = ["EPHandle"]
+__all__ = ["Counts", "EPHandle"]
 
 _INDEX_WORDS = 4  # of a row that carries an index: 16 bytes, the least that every engine moves
+
+
+class Counts(NamedTuple):
+    """What arrived, as `EPHandle` explains it.
+
+    Attributes:
+        per_scaleup_rank: `psum_num_recv_tokens_per_scaleup_rank`.
+        expert_ends: `psum_num_recv_tokens_per_expert`.
+        per_expert: `num_unaligned_recv_tokens_per_expert`.
+    """
+
+    per_scaleup_rank: Tensor
+    expert_ends: Tensor
+    per_expert: Tensor
+
+    @classmethod
+    def of(cls, per_scaleup_rank: Tensor, per_expert: Tensor, alignment: int, do_expand: bool) -> Counts:
+        """Counts from those of ranks and experts."""
+        aligned = per_expert if alignment == 1 else (per_expert + (alignment - 1)) // alignment * alignment
+        ends = aligned.cumsum(0, dtype=torch.int32)
+        if do_expand and alignment > 1:
+            ends = ends - (aligned - per_expert)
+        return cls(per_scaleup_rank, ends, per_expert)
 
 
 class EPHandle:
@@ -73,9 +98,7 @@ class EPHandle:
         topk_idx: Tensor,
         num_recv_tokens: int,
         num_recv_tokens_per_expert_list: list[int],
-        psum_num_recv_tokens_per_scaleup_rank: Tensor,
-        psum_num_recv_tokens_per_expert: Tensor,
-        num_unaligned_recv_tokens_per_expert: Tensor,
+        counts: Counts | Callable[[], Counts],
         dispatch: DispatchHandle,
         permute: PermuteHandle | None,
         recv_topk_idx: Tensor | None,
@@ -89,12 +112,12 @@ class EPHandle:
         self.num_recv_tokens = num_recv_tokens
         self.num_expanded_tokens = 0 if permute is None else permute.num_permuted
         self.num_recv_tokens_per_expert_list = num_recv_tokens_per_expert_list
-        self.psum_num_recv_tokens_per_scaleup_rank = psum_num_recv_tokens_per_scaleup_rank
-        self.psum_num_recv_tokens_per_expert = psum_num_recv_tokens_per_expert
-        self.num_unaligned_recv_tokens_per_expert = num_unaligned_recv_tokens_per_expert
         # Used by the buffer alone.
+        self._counts = counts
         self.asked_num_sms = asked_num_sms
         self.dispatch, self.permute = dispatch, permute
+        self.grid, self.num_tokens, self.num_topk = dispatch.grid, dispatch.num_tokens, dispatch.num_topk
+        self.num_rows = dispatch.num_recv if permute is None else permute.num_permuted
         self.recv_topk_idx = recv_topk_idx
         self._version = self._version_now()
         self._buffer = weakref.ref(buffer)
@@ -113,6 +136,28 @@ class EPHandle:
 
     def __reduce__(self) -> NoReturn:
         raise ConfigError("EPHandle cannot be pickled; allowed: the process that dispatched")
+
+    @property
+    def psum_num_recv_tokens_per_scaleup_rank(self) -> Tensor:
+        return self._found_counts.per_scaleup_rank
+
+    @property
+    def psum_num_recv_tokens_per_expert(self) -> Tensor:
+        return self._found_counts.expert_ends
+
+    @property
+    def num_unaligned_recv_tokens_per_expert(self) -> Tensor:
+        return self._found_counts.per_expert
+
+    @property
+    def _found_counts(self) -> Counts:
+        if isinstance(self._counts, Counts):
+            return self._counts
+        counts = self._counts()
+        device = counts.per_expert.device.index
+        if device is None or not is_capturing(device):  # a graph computes its own again at each replay
+            self._counts = counts
+        return counts
 
     def _version_now(self) -> int | None:
         return None if self.topk_idx.is_inference() else self.topk_idx._version

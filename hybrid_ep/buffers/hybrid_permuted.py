@@ -16,17 +16,9 @@ from hybrid_ep.engine.calls import CachedDispatchRequest, CombineRequest, Dispat
 
 __all__ = ["PermutedCalls"]
 
-_READS = {
-    "handle": (
-        "grid",
-        "num_of_tokens_per_rank",
-        "num_topk",
-        "num_experts",
-        "num_permuted",
-        "pad_multiple",
-        "num_parts",
-    ),
-}
+# Of the handle: what combines and dispatches with it must have alike.
+_READ_BY_COMBINE = "grid", "num_of_tokens_per_rank", "num_topk", "num_experts", "pad_multiple", "num_parts"
+_READ_BY_DISPATCH = *_READ_BY_COMBINE, "num_permuted"
 
 
 class PermutedCalls(HybridArguments):
@@ -37,7 +29,7 @@ class PermutedCalls(HybridArguments):
     _num_sms_permute: int | None
     _num_sms_unpermute: int | None
 
-    @repeatable(reads=_READS)
+    @repeatable(reads={"handle": _READ_BY_DISPATCH})
     @collective("dispatch_with_permute")
     def dispatch_with_permute(
         self,
@@ -169,6 +161,12 @@ class PermutedCalls(HybridArguments):
             num_expert_sms=self._num_sms_permute,
             drops_rows=non_blocking,
         )
+        repeat = None
+        waits_twice = not non_blocking and bound is not None  # for its counts, and for the rows
+        # A call that looks at the values of the indices does so each time.
+        is_as_given = rows.scales is scaling_factor and routing.topk_idx is topk_idx and topk_idx.is_cuda
+        if is_as_given and not waits_twice and are_packed(hidden, topk_weights):
+            repeat = repeat_permuted(engine.repeat_of_permuted(request), as_bytes, pad)
         result = engine.dispatch_permuted(request)
         tokens_per_expert = result.num_tokens_per_expert.to(torch.int64)
         if non_blocking and routing_map is not None and routing.num_experts > num_parts * MAX_TOPK:
@@ -180,14 +178,9 @@ class PermutedCalls(HybridArguments):
                 engine.raise_pending()  # the copy has waited for the dispatch
         known = own(routing.topk_idx, topk_idx)
         made = PermutedHandle(known, result.handle, tokens_per_expert, self._sizes(pad), num_parts)
-        tensors = as_given(result.rows.data, as_bytes), result.probs, result.rows.scales
-        waits_twice = not non_blocking and bound is not None  # for its counts, and for the rows
-        # A call that looks at the values of the indices does so each time.
-        is_as_given = rows.scales is scaling_factor and routing.topk_idx is topk_idx and topk_idx.is_cuda
-        if waits_twice or not is_as_given or not are_packed(hidden, topk_weights):
-            return *tensors, tokens_per_expert, made
-        repeat = engine.repeat_of_permuted(request)
-        return first((*tensors, tokens_per_expert, made), repeat_permuted(repeat, as_bytes, pad))
+        return first(
+            (as_given(result.rows.data, as_bytes), result.probs, result.rows.scales, tokens_per_expert, made), repeat
+        )
 
     def _permuted_along(
         self,
@@ -216,15 +209,14 @@ class PermutedCalls(HybridArguments):
             )
             return as_given(again.rows.data, as_bytes), again.probs, again.rows.scales, counts, handle
         request = CachedDispatchRequest(rows, self._num_sms_dispatch, self._num_sms_permute)
-        cached = engine.dispatch_permuted_cached(request, permute)
-        result = as_given(cached.data, as_bytes), None, cached.scales, counts, handle
         is_as_given = rows.scales is scaling_factor and num_parts == 1 and hidden.is_contiguous()
-        if not is_as_given or handle.grid is not self.grid:
-            return result
-        repeat = engine.repeat_of_permuted_cached(request, permute)
-        return first(result, repeat_permuted_along(repeat, as_bytes, non_blocking))
+        repeat = None
+        if is_as_given and handle.grid is self.grid:
+            repeat = repeat_permuted_along(engine.repeat_of_permuted_cached(request, permute), as_bytes, non_blocking)
+        cached = engine.dispatch_permuted_cached(request, permute)
+        return first((as_given(cached.data, as_bytes), None, cached.scales, counts, handle), repeat)
 
-    @repeatable(reads=_READS, rows=("handle", "num_permuted", "hidden", "probs"))
+    @repeatable(reads={"handle": _READ_BY_COMBINE}, rows=("handle", "num_permuted", "hidden", "probs"))
     @collective("combine")
     def combine_with_unpermute(
         self,
@@ -262,14 +254,15 @@ class PermutedCalls(HybridArguments):
         if pad_multiple and pad_multiple != permute.pad_multiple:
             require(False, "pad_multiple", pad_multiple, f"{permute.pad_multiple}, as dispatched")
         request = CombineRequest(hidden.contiguous(), packed(probs), (), self._num_sms_combine, self._num_sms_unpermute)
+        repeat = None
+        if handle.num_parts == 1 and handle.grid is self.grid and are_packed(hidden, probs):
+            repeat = repeat_unpermute(engine.repeat_of_combine_permuted(request, permute, is_dense=True))
         combined = engine.combine_permuted(request, permute)
         data, num_parts, dense = combined.data, handle.num_parts, None
         if combined.weights is not None:
             dense = weights_to_probs(handle.topk_idx, combined.weights, permute.dispatch.num_experts)
         if num_parts == 1:
-            if handle.grid is not self.grid or not are_packed(hidden, probs):
-                return data, dense
-            return first((data, dense), repeat_unpermute(engine.repeat_of_combine_permuted(request, permute)))
+            return first((data, dense), repeat)
         data = _sum_of_parts(data.float(), num_parts).to(data.dtype)
         return data, None if dense is None else _sum_of_parts(dense, num_parts)
 

@@ -13,7 +13,7 @@ from hybrid_ep.buffers.hybrid_handles import PermutedHandle
 from hybrid_ep.buffers.low_latency_arguments import nvfp4_as_returned
 from hybrid_ep.core.event import EventOverlap
 from hybrid_ep.core.quantize import Nvfp4Format, RowFormat
-from hybrid_ep.core.repeatable import Repeat
+from hybrid_ep.core.repeatable import Repeat, Taken
 from hybrid_ep.engine.calls import (
     LowLatencyCombinedFields,
     LowLatencyFields,
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hybrid_ep.buffers.low_latency import LowLatencyCalls
 
 __all__ = [
+    "parts_of_repeat",
     "repeat_along",
     "repeat_combine",
     "repeat_dispatch",
@@ -44,7 +45,7 @@ __all__ = [
 ]
 
 
-def _parts_of_repeat(x: object) -> tuple[tuple[str | tuple[str, int], tuple[str, int] | None], Any] | None:
+def parts_of_repeat(x: object) -> tuple[tuple[Taken, Taken], Any] | None:
     """Rows and scales as a Repeat takes them, and as it gives them. None: rows of this form are left to Python."""
     if isinstance(x, Tensor):
         return ("x", None), 0
@@ -53,7 +54,7 @@ def _parts_of_repeat(x: object) -> tuple[tuple[str | tuple[str, int], tuple[str,
 
 
 def repeat_dispatch(repeat: RepeatedDispatch | None, x: object, alignment: int, bound: int) -> Repeat | None:
-    parts = _parts_of_repeat(x)
+    parts = parts_of_repeat(x)
     if repeat is None or parts is None:
         return None
     taken, tokens = parts
@@ -73,7 +74,7 @@ def up_to(counts: list[int], alignment: int) -> list[int]:
 
 
 def repeat_along(repeat: RepeatedDispatchAlong | None, x: object, bound: int) -> Repeat | None:
-    parts = _parts_of_repeat(x)
+    parts = parts_of_repeat(x)
     if repeat is None or parts is None:
         return None
     taken, tokens = parts
@@ -86,13 +87,13 @@ def _along_rows(call: Callable[..., Any], bound: int, data: Tensor, scales: Tens
     return call(data, scales, handle) if handle.num_recv == bound else None
 
 
-def repeat_combine(repeat: RepeatedCombine | None, bias: object) -> Repeat | None:
+def repeat_combine(repeat: RepeatedCombine | None, bias: object, handle: Taken = "handle") -> Repeat | None:
     if repeat is None:
         return None
-    biases: tuple[str | tuple[str, int] | None, ...] = (None if bias is None else "bias", None)
+    biases: tuple[Taken, ...] = (None if bias is None else "bias", None)
     if isinstance(bias, tuple):
         biases = (*[("bias", i) for i in range(len(bias))], None, None)[:2]
-    return Repeat(repeat.call, ("x", "topk_weights", *biases, "handle"), (0, 1, EventOverlap))
+    return Repeat(repeat.call, ("x", "topk_weights", *biases, handle), (0, 1, EventOverlap))
 
 
 def repeat_permuted(call: RepeatedPermuted | None, as_bytes: bool, pad_multiple: int) -> Repeat | None:
@@ -150,13 +151,7 @@ def _along_permuted(
 def repeat_unpermute(call: RepeatedUnpermute | None) -> Repeat | None:
     if call is None:
         return None
-    return Repeat(functools.partial(_from_permuted, call), ("hidden", "probs", "handle"), (0, 1))
-
-
-def _from_permuted(
-    call: RepeatedUnpermute, data: Tensor, probs: Tensor | None, handle: PermutedHandle
-) -> tuple[Tensor, Tensor | None] | None:
-    return call(data, probs, handle.permute, handle.topk_idx)
+    return Repeat(call, ("hidden", "probs", ("handle", "permute"), ("handle", "topk_idx")), (0, 1))
 
 
 def repeat_low_latency_dispatch(call: RepeatedLowLatencyDispatch | None, fmt: RowFormat | None) -> Repeat | None:

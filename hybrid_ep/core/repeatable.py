@@ -21,10 +21,13 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 from hybrid_ep import _C
 from hybrid_ep.core.checks import Passed
 
-__all__ = ["Memo", "Repeat", "first", "repeatable"]
+__all__ = ["Memo", "Repeat", "Taken", "first", "repeatable"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+
+Taken = str | tuple[str, int | str] | None
 
 
 class Repeat(NamedTuple):
@@ -32,14 +35,14 @@ class Repeat(NamedTuple):
 
     Attributes:
         call: makes it, and returns a tuple; or returns None and has done nothing.
-        takes: the arguments of `call`: names of parameters of the method, ``(name, i)`` for an entry of a tuple, or
-            None.
+        takes: the arguments of `call`: names of parameters of the method, ``(name, i)`` for an entry of a tuple,
+            ``(name, attribute)`` for an attribute, or None.
         gives: the result of the method: numbers of entries of what `call` returns; tuples of these; classes, of which
             it has a new object whose `__init__` has not run; and anything else as it is.
     """
 
     call: Callable[..., Any]
-    takes: tuple[str | tuple[str, int] | None, ...]
+    takes: tuple[Taken, ...]
     gives: Any
 
 

@@ -214,11 +214,14 @@ class Engine(abc.ABC):
     def combine_permuted(self, request: CombineRequest, handle: PermuteHandle) -> Combined:
         """Brings ``[P, H]`` bf16 rows (and ``[P]`` float32 probs) back to ``[T, H]`` (and ``[T, K]``) and sums them."""
 
-    def repeat_of_combine_permuted(self, request: CombineRequest, handle: PermuteHandle) -> RepeatedUnpermute | None:
-        """Local: `repeat_of` for `combine_permuted`, with the probabilities of all experts.
+    def repeat_of_combine_permuted(
+        self, request: CombineRequest, handle: PermuteHandle, *, is_dense: bool
+    ) -> RepeatedUnpermute | None:
+        """Local: `repeat_of` for `combine_permuted`.
 
         Takes rows, probabilities, a handle with as many tokens, experts and top-k experts, and its top-k indices. The
-        number of rows may differ. Returns ``[T, H]`` and ``[T, E]``; or None, and has done nothing.
+        number of rows may differ. Returns ``[T, H]``, and ``[T, K]`` or, if it `is_dense`, ``[T, E]``; or None, and has
+        done nothing. Only a call that is dense reads the indices.
         """
         return None
 

@@ -180,6 +180,9 @@ class LowLatencyHandle:
         self.num_max_tokens_per_rank, self.hidden, self.num_experts = num_max_tokens_per_rank, hidden, num_experts
         self.grid, self.memory, self.state = grid, memory, state
 
+    def __deepcopy__(self, memo: dict[int, object]) -> LowLatencyHandle:
+        return self  # nothing in it changes
+
     @property
     def src_info(self) -> Tensor:
         """``[LE, M×R]`` int32; source token of each packed row."""
@@ -494,7 +497,9 @@ RepeatedPermuted = Callable[
     "tuple[Tensor, Tensor | None, Tensor | None, Tensor, PermuteHandle] | None",
 ]
 RepeatedPermutedAlong = Callable[[Tensor, "Tensor | None", PermuteHandle], "tuple[Tensor, Tensor | None] | None"]
-RepeatedUnpermute = Callable[[Tensor, "Tensor | None", PermuteHandle, Tensor], "tuple[Tensor, Tensor | None] | None"]
+RepeatedUnpermute = Callable[
+    [Tensor, "Tensor | None", PermuteHandle, "Tensor | None"], "tuple[Tensor, Tensor | None] | None"
+]
 
 
 class Combined(NamedTuple):

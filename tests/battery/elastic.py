@@ -35,6 +35,7 @@ __all__ = [
     "check_masked_decode",
     "check_other_handles",
     "check_other_most_tokens",
+    "check_repeats",
     "check_scales",
     "check_streams",
     "check_too_many_tokens",
@@ -102,7 +103,9 @@ def check_handle(case: Case, handle: hybrid_ep.EPHandle, alignment: int, syncs: 
             assert slots[token][column] == there
 
 
-def check_compact(case: Case, device: str = "cpu", kind: type[Any] = hybrid_ep.ElasticBuffer) -> None:
+def check_compact(
+    case: Case, device: str = "cpu", kind: type[Any] = hybrid_ep.ElasticBuffer, *, times: int = 1
+) -> None:
     """Rows by source: with and without a host sync, along a handle without and with weights; combine with biases."""
     rank = dist.get_rank()
     reference, inputs = case.reference(), on(device, case.inputs(rank))
@@ -111,7 +114,7 @@ def check_compact(case: Case, device: str = "cpu", kind: type[Any] = hybrid_ep.E
     y = returned(case, rank, reference.received(rank))
     with make_buffer(case, kind) as buffer:
         assert buffer.get_physical_domain_size() == (case.num_ranks // case.per_domain, case.per_domain)
-        for num_calls, (alignment, syncs) in enumerate(((1, True), (8, True), (8, False)), 1):
+        for num_calls, (alignment, syncs) in enumerate(((1, True), (8, True), (8, False)) * times, 1):
             received, recv_idx, recv_weights, handle, event = buffer.dispatch(
                 inputs.x,
                 topk_idx=inputs.topk_idx,
@@ -136,7 +139,7 @@ def check_compact(case: Case, device: str = "cpu", kind: type[Any] = hybrid_ep.E
             assert handle.num_expanded_tokens == 0
 
             recv_idx.fill_(77)  # callers write to it
-            for factor, weights in ((2.0, None), (-3.0, inputs.topk_weights * 2)):
+            for factor, weights in ((2.0, None), (0.5, None), (-3.0, inputs.topk_weights * 2)):
                 again, idx_again, weights_again, same, _ = buffer.dispatch(
                     inputs.x * factor, topk_weights=weights, handle=handle
                 )
@@ -144,6 +147,7 @@ def check_compact(case: Case, device: str = "cpu", kind: type[Any] = hybrid_ep.E
                 scaled = gather_rows(case, reference.received(rank), [x * factor for x in sources])
                 equal(again[:n], scaled, "recv_x of a cached dispatch")
                 equal(idx_again[:n], reference.received_topk(rank), "recv_topk_idx of a cached dispatch")
+                idx_again.fill_(77)
                 assert (weights_again is None) == (weights is None)
                 if weights is not None:
                     equal(weights_again[:n], expected_weights(case, rank) * 2, "other weights")
@@ -180,7 +184,9 @@ def dispatch_expanded(buffer: Any, case: Case, inputs: Inputs, alignment: int, s
     )
 
 
-def check_expanded(case: Case, device: str = "cpu", kind: type[Any] = hybrid_ep.ElasticBuffer) -> None:
+def check_expanded(
+    case: Case, device: str = "cpu", kind: type[Any] = hybrid_ep.ElasticBuffer, *, times: int = 1
+) -> None:
     """Rows by expert: likewise; weights and sums of a row each."""
     rank = dist.get_rank()
     reference, inputs = case.reference(), on(device, case.inputs(rank))
@@ -191,7 +197,7 @@ def check_expanded(case: Case, device: str = "cpu", kind: type[Any] = hybrid_ep.
         for alignment in ALIGNMENTS:
             copies = reference.permuted(rank, alignment)
             p = len(copies)
-            for syncs in (True, False):
+            for syncs in (True, False) * times:
                 received, none, recv_weights, handle, _ = dispatch_expanded(buffer, case, inputs, alignment, syncs)
                 assert none is None
                 assert received.shape[0] == recv_weights.shape[0] == handle.num_expanded_tokens
@@ -315,6 +321,12 @@ def check_gradients(case: Case, device: str = "cpu") -> None:
         grad_x, grad_scores, _ = buffer.combine(y, handle=handle, topk_weights=recv_scores.float())
         equal(grad_x, expected_combine(case, rank), "gradient of dispatch")
         equal(grad_scores, expected_weight_sum(case, rank), "gradient of the scores")
+
+
+def check_repeats(case: Case, device: str = "cpu", kind: type[Any] = hybrid_ep.ElasticBuffer) -> None:
+    """Calls of both layouts that repeat an earlier one."""
+    check_compact(case, device, kind, times=3)
+    check_expanded(case, device, kind, times=3)
 
 
 def check_masked_decode(case: Case, device: str = "cpu") -> None:

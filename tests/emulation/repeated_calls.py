@@ -16,13 +16,14 @@ import torch.distributed as dist
 
 import hybrid_ep
 from hybrid_ep import ConfigError, env, quantize
-from tests.battery import hybrid, low_latency, normal
+from tests.battery import elastic, hybrid, low_latency, normal
 from tests.battery.cases import Case
 from tests.battery.normal import equal, make_buffer, unread_values
 
 __all__ = [
     "check_allocations_let_others_call",
     "check_allocations_let_others_send",
+    "check_elastic_calls",
     "check_events",
     "check_faults",
     "check_hooks_at_once",
@@ -556,3 +557,77 @@ def check_permuted_calls() -> None:
             assert taken() == [0, 0, 1], "the sums of the other buffer's combines are forgotten first"
             combine(buffer)
             assert taken() == [0, 0, 0]
+
+
+def check_elastic_calls() -> None:
+    """Calls of both layouts are one call of C++. Their counts are computed when they are read, and then kept."""
+    case = Case("elastic", dist.get_world_size(), 12, hidden=256)
+    inputs, rank = case.inputs(dist.get_rank()), dist.get_rank()
+    bias = torch.ones(12, case.hidden, dtype=torch.bfloat16)
+    per_expert = case.reference().tokens_per_expert(rank)
+    with unread_values(), elastic.make_buffer(case) as buffer, contextlib.ExitStack() as stack:
+        engine: Any = buffer.engine
+        names = "dispatch", "dispatch_permuted", "dispatch_cached", "dispatch_permuted_cached", "combine"
+        names = *names, "combine_permuted", "tokens_per_expert"
+        spies = [stack.enter_context(mock.patch.object(engine, name, wraps=getattr(engine, name))) for name in names]
+
+        def num_by_steps() -> int:
+            num = sum(spy.call_count for spy in spies)
+            for spy in spies:
+                spy.reset_mock()
+            return num
+
+        def step(**options: Any) -> list[Any]:
+            received, _, weights, handle, _ = buffer.dispatch(
+                inputs.x, inputs.topk_idx, inputs.topk_weights, num_experts=case.num_experts, **options
+            )
+            buffer.dispatch(inputs.x, handle=handle, do_expand=handle.do_expand)
+            x = torch.zeros_like(received)
+            bias_of = {} if handle.do_expand else {"bias": bias}
+            combined = buffer.combine(x, handle, weights, **bias_of)
+            assert handle.num_unaligned_recv_tokens_per_expert.tolist() == per_expert
+            assert handle.num_unaligned_recv_tokens_per_expert is handle.num_unaligned_recv_tokens_per_expert
+            copied = handle.topk_idx.data_ptr() != inputs.topk_idx.data_ptr()
+            return [*combined[:2], copied, handle.num_sms, handle.num_recv_tokens_per_expert_list]
+
+        for do_expand in False, True:
+            for options in (
+                {"do_cpu_sync": False},
+                {"do_cpu_sync": False, "do_handle_copy": False, "num_sms": 3},
+                {"expert_alignment": 4, "do_cpu_sync": True},
+            ):
+                want = step(do_expand=do_expand, **options)
+                assert num_by_steps() > 0
+                got = step(do_expand=do_expand, **options)
+                assert num_by_steps() == 0
+                for part, wanted in zip(got, want, strict=True):
+                    equal(part, wanted, "repeated") if isinstance(part, torch.Tensor) else None
+                assert [p for p in got if not isinstance(p, torch.Tensor)] == want[2:]
+        # The rest is left to steps: events, scales by columns, and weights along a handle.
+        sent, scales = quantize.cast_to_fp8(inputs.x)
+        handle = buffer.dispatch((sent, scales), inputs.topk_idx, num_experts=case.num_experts)[3]
+        for call in (
+            lambda: buffer.dispatch(inputs.x, handle=handle, previous_event=buffer.capture()),
+            lambda: buffer.dispatch(inputs.x, handle=handle, async_with_compute_stream=True)[4].current_stream_wait(),
+            lambda: buffer.dispatch(inputs.x, topk_weights=inputs.topk_weights, handle=handle),
+            lambda: buffer.dispatch((sent, scales), handle=handle, use_tma_aligned_col_major_sf=True),
+            lambda: buffer.dispatch((sent, scales.t().contiguous().t()), handle=handle),
+        ):
+            for _ in range(2):
+                num_by_steps()
+                call()
+                assert num_by_steps() == 1
+        with elastic.make_buffer(case) as other:
+            x = torch.zeros(handle.num_recv_tokens, case.hidden, dtype=torch.bfloat16)
+            other.dispatch(inputs.x, handle=handle)
+            other.combine(x, handle)
+            assert not other._repeats, "a repeated call would know a handle of another buffer by its address"
+        # In a graph, counts that are first read there are computed at each replay, and not for others.
+        for capturing in False, True:
+            later = buffer.dispatch((sent, scales), inputs.topk_idx, num_experts=case.num_experts)[3]
+            with (
+                mock.patch("hybrid_ep.buffers.elastic_handle.is_capturing", return_value=capturing),
+                mock.patch.object(torch.Tensor, "device", torch.device("cuda", 0)),
+            ):
+                first = later.psum_num_recv_tokens_per_expert
+            assert (later.psum_num_recv_tokens_per_expert is first) != capturing

@@ -211,6 +211,10 @@ def test_elastic_buffer(run_emulated: RunEmulated, check: str) -> None:
     run_emulated(4, f"battery.elastic.{check}", Case("elastic", 4, 20, num_ranks_per_domain=2))
 
 
+def test_copied_handles(run_emulated: RunEmulated) -> None:
+    run_emulated(2, "battery.copied_handles.check_copied_handles", Case("copied", 2, 12, num_ranks_per_domain=1))
+
+
 def test_numbers_of_sms(run_emulated: RunEmulated) -> None:
     run_emulated(4, "battery.hybrid.check_sms", Case("sms", 4, 20, num_ranks_per_domain=2))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import hybrid_ep
 from tests.battery import refused_low_latency, refused_normal
 from tests.battery.cases import CASES, LOW_LATENCY_CASES, Case, select
 from tests.emulation import repeated_calls
@@ -122,6 +123,16 @@ def test_repeated_calls(run_emulated: RunEmulated, case: Case, check: str, args:
 @_cases("two_ranks", "holes", "zero_tokens_on_one_rank", "duplicates")
 def test_repeated_calls_that_permute(run_emulated: RunEmulated, case: Case) -> None:
     run_emulated(case.num_ranks, UNREAD, "battery.hybrid.check_permuted_again", case)
+
+
+def test_copied_handles(run_emulated: RunEmulated) -> None:
+    run_emulated(2, UNREAD, "battery.copied_handles.check_copied_handles", Case("copied", 2, 12))
+
+
+@_cases("two_ranks", "zero_tokens_on_one_rank")
+def test_repeated_calls_of_elastic_buffers(run_emulated: RunEmulated, case: Case) -> None:
+    for kind in hybrid_ep.ElasticBuffer, hybrid_ep.EPBuffer:
+        run_emulated(case.num_ranks, UNREAD, "battery.elastic.check_repeats", case, "cpu", kind)
 
 
 def test_calls_enter_no_function_of_python(run_emulated: RunEmulated) -> None:

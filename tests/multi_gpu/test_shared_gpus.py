@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from tests.battery import hybrid, low_latency, normal, other_calls
+from tests.battery import copied_handles, hybrid, low_latency, normal, other_calls
 from tests.battery.cases import CASES, LOW_LATENCY_CASES, Case
 from tests.battery.cases import select as select_cases
 from tests.conftest import RunRanks
@@ -82,6 +82,10 @@ def _low_latency_formats(case: Case) -> None:
 @pytest.mark.parametrize("case", EIGHT, ids=lambda case: case.id)
 def test_eight_ranks(run_ranks: RunRanks, case: Case, check: Callable[..., None]) -> None:
     run_ranks(8, check, case, "cuda")
+
+
+def test_copied_handles(run_ranks: RunRanks) -> None:
+    run_ranks(2, copied_handles.check_copied_handles, Case("copied", 2, 12), "cuda")
 
 
 def test_a_rank_that_is_ahead_does_not_disagree(run_ranks: RunRanks) -> None:

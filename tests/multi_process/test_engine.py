@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.battery import (
+    copied_handles,
     hybrid,
     low_latency,
     low_latency_masks,
@@ -35,6 +36,11 @@ def test_normal(run_ranks: RunRanks, case: Case, check: Callable[..., None]) -> 
 @pytest.mark.parametrize("check", [normal.check_fp8, normal.check_nvfp4])
 def test_normal_quantised(run_ranks: RunRanks, case: Case, check: Callable[..., None]) -> None:
     run_ranks(case.num_ranks, check, case)
+
+
+@pytest.mark.parametrize("ranks_per_domain", [None, 1])
+def test_copied_handles(run_ranks: RunRanks, ranks_per_domain: int | None) -> None:
+    run_ranks(2, copied_handles.check_copied_handles, Case("copied", 2, 12, num_ranks_per_domain=ranks_per_domain))
 
 
 def test_two_buffers(run_ranks: RunRanks) -> None:

@@ -29,18 +29,17 @@ struct HandleTypes {
 struct PermuteFields {
   py::handle dispatch;
   int num_permuted;
-  uintptr_t kept;  // the address in its PermuteState
-  const Communicator* communicator;
+  uintptr_t kept;           // the address in its PermuteState
+  py::object communicator;  // likewise
 
   // nullopt: an engine of another kind has made the handle.
   static std::optional<PermuteFields> of(py::handle handle, const HandleTypes& types) {
     const auto item = [&](int i) { return py::handle(PyTuple_GET_ITEM(handle.ptr(), i)); };
     static PyObject* const address = PyUnicode_InternFromString("address");
     static PyObject* const communicator = PyUnicode_InternFromString("communicator");
-    if (!EngineCalls::is_of(item(4), types.permute_state)) return std::nullopt;
-    const py::object maker = item(4).attr(communicator);
-    return PermuteFields{item(0), item(2).cast<int>(), item(4).attr(address).cast<uintptr_t>(),
-                         &maker.cast<const Communicator&>()};
+    const py::handle state = item(4);
+    if (!EngineCalls::is_of(state, types.permute_state)) return std::nullopt;
+    return PermuteFields{item(0), item(2).cast<int>(), state.attr(address).cast<uintptr_t>(), state.attr(communicator)};
   }
 };
 
@@ -192,8 +191,9 @@ class RepeatedPermutedDispatchAlong {
 
 class RepeatedPermutedCombine {
  public:
-  // `make_sums` and `make_weights` make what the experts' kernel writes, for any number of rows; `make_dense` the
-  // probabilities of all experts. Without probabilities, all but `make_sums` and `make_out` are nullopt.
+  // `make_sums` and `make_weights` make what the experts' kernel writes, for any number of rows. Without probabilities,
+  // all but `make_sums` and `make_out` are nullopt. `make_dense`: sums of probabilities are returned for all experts,
+  // otherwise in the columns of the top-k.
   RepeatedPermutedCombine(py::handle engine, const CombinePlan& plan, const NewTensor& make_sums,
                           const std::optional<NewTensor>& make_weights, const NewTensor& make_out,
                           const std::optional<NewTensor>& make_out_weights, const std::optional<NewTensor>& make_dense,
@@ -208,12 +208,14 @@ class RepeatedPermutedCombine {
         make_dense_(make_dense),
         device_(device) {}
 
-  // Takes rows, probabilities, the PermuteHandle and its top-k indices. Returns the sums of rows, and those of
-  // probabilities for all experts.
+  // Takes rows, probabilities, the PermuteHandle and its top-k indices, which only sums for all experts need. Returns
+  // the sums of rows, and those of probabilities.
   py::object call(FastArguments arguments) const {
     const uintptr_t rows = address_of(arguments[0]), probs = address_of(arguments[1]);
     const auto along = PermuteFields::of(arguments[2], types_);
-    if (!along || along->communicator != &calls_.communicator || rows % kRowAlignBytes != 0) return py::none();
+    if (!along || rows % kRowAlignBytes != 0) return py::none();
+    // Each communicator numbers its own combines; Python clears the numbers of another one.
+    if (!along->communicator.is(calls_.own_communicator())) return py::none();
     const py::object slots = calls_.slots();
     const std::optional<cudaStream_t> stream = slots.is_none() ? std::nullopt : calls_.begin();
     const auto route = stream ? calls_.route_for(along->dispatch, *stream) : std::nullopt;
@@ -239,7 +241,7 @@ class RepeatedPermutedCombine {
     calls_.count();
     calls_.count_traffic(route->num_from_away * plan_.widths.record_bytes());
     calls_.end();
-    if (!make_dense_) return py::make_tuple(out, py::none());
+    if (!make_dense_) return py::make_tuple(out, out_weights);
     const py::object dense = make_dense_->make(&dense_at);
     const DeviceGuard guard(device_);
     launch_weights_to_probs({pointer<int64_t>(address_of(arguments[3])), pointer<float>(out_weights_at),

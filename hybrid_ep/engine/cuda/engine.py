@@ -264,8 +264,10 @@ class CudaEngine(Engine):
     def combine_permuted(self, request: CombineRequest, handle: PermuteHandle) -> Combined:
         return combine_permuted(self, request, handle)
 
-    def repeat_of_combine_permuted(self, request: CombineRequest, handle: PermuteHandle) -> RepeatedUnpermute:
-        return repeat_unpermute(self, request, handle)
+    def repeat_of_combine_permuted(
+        self, request: CombineRequest, handle: PermuteHandle, *, is_dense: bool
+    ) -> RepeatedUnpermute:
+        return repeat_unpermute(self, request, handle, is_dense)
 
     def allocate_spare(self, num_bytes: int, device: torch.device) -> Tensor:
         return self._experts.allocate(num_bytes) if device == self.device else super().allocate_spare(num_bytes, device)

@@ -214,10 +214,12 @@ def repeat_permuted_along(
     return native.call
 
 
-def repeat_unpermute(engine: CudaEngine, request: CombineRequest, handle: PermuteHandle) -> RepeatedUnpermute:
+def repeat_unpermute(
+    engine: CudaEngine, request: CombineRequest, handle: PermuteHandle, is_dense: bool
+) -> RepeatedUnpermute:
     """See `Engine.repeat_of_combine_permuted`."""
     shape = combine_shape_of_experts(request, handle.dispatch)
-    key = "experts", shape
+    key = "experts", shape, is_dense
     native: _cuda.RepeatedPermutedCombine | None = engine._repeated.get(key)
     if native is None:
         make_out, make_out_weights = results_of(shape, engine.device)
@@ -229,7 +231,7 @@ def repeat_unpermute(engine: CudaEngine, request: CombineRequest, handle: Permut
             _new(engine, 0, shape.num_topk) if has_probs else None,
             make_out,
             make_out_weights if has_probs else None,
-            _new(engine, shape.num_tokens, shape.num_experts) if has_probs else None,
+            _new(engine, shape.num_tokens, shape.num_experts) if has_probs and is_dense else None,
             engine._index,
             _TYPES,
         )

@@ -75,6 +75,9 @@ class PermuteState:
     address: int
     communicator: _cuda.Communicator
 
+    def __deepcopy__(self, memo: dict[int, object]) -> PermuteState:
+        return self  # as Chunk
+
     def rows_of_copies(self, num_recv: int, num_topk: int) -> Tensor:
         """``[N, K]`` int32, as the kernel wrote it; rows that did not arrive are undefined. On the current stream."""
         return self.chunk.ints(self.address, 0, num_recv * num_topk).view(num_recv, -1)
@@ -104,6 +107,9 @@ class Chunk:
     def __init__(self, device: torch.device, num_bytes: int, stream: int) -> None:
         self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._streams = {stream}
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Chunk:
+        return self  # what handles have of it are addresses
 
     def ints(self, address: int, offset: int, size: int) -> Tensor:
         """Returns so many int32 of a piece, `offset` int32 from its begin, as a tensor for the current stream."""
