@@ -24,6 +24,7 @@ import click
 import torch
 import torch.distributed as dist
 
+import hybrid_ep
 from hybrid_ep.bench.machine import rank_device
 from hybrid_ep.bench.timing import time_host, time_until_done
 from hybrid_ep.core.quantize import cast_to_fp8
@@ -118,6 +119,52 @@ def _normal_calls(buffer: Any, shape: Shape, device: torch.device) -> tuple[Call
     }
 
 
+def _calls_by_expert(buffer: hybrid_ep.HybridEPBuffer, shape: Shape, device: torch.device) -> Calls:
+    """Dispatch of bf16 rows with a bound, along its handle, and combine with probabilities; rows by expert."""
+    num_tokens, hidden, num_topk, num_experts = shape
+    x = torch.randn(num_tokens, hidden, device=device).bfloat16()
+    topk_idx = _routing(num_tokens, num_topk, num_experts, device)
+    weights = torch.rand(num_tokens, num_topk, device=device)
+    last: list[Any] = []
+
+    def dispatch() -> None:
+        last[:] = buffer.dispatch_with_permute(
+            hidden=x,
+            topk_idx=topk_idx,
+            topk_weights=weights,
+            num_of_experts=num_experts,
+            num_permuted_tokens=2 * num_tokens * num_topk,  # twice as many as with equal loads
+            non_blocking=True,
+        )
+
+    def combine() -> None:
+        buffer.combine_with_unpermute(hidden=last[0], probs=last[1], handle=last[4])
+
+    return {
+        "dispatch_with_permute with a bound": dispatch,
+        "dispatch_with_permute along a handle": lambda: buffer.dispatch_with_permute(hidden=x, handle=last[4]),
+        "combine_with_unpermute": combine,
+    }
+
+
+def _elastic_calls(buffer: hybrid_ep.ElasticBuffer, shape: Shape, device: torch.device) -> Calls:
+    """Dispatch of bf16 rows without a host sync, along its handle, and combine; rows by source."""
+    num_tokens, hidden, num_topk, num_experts = shape
+    x = torch.randn(num_tokens, hidden, device=device).bfloat16()
+    topk_idx = _routing(num_tokens, num_topk, num_experts, device)
+    weights = torch.rand(num_tokens, num_topk, device=device)
+    last: list[Any] = []
+
+    def dispatch() -> None:
+        last[:] = buffer.dispatch(x, topk_idx, weights, num_experts=num_experts, do_cpu_sync=False)
+
+    return {
+        "ElasticBuffer.dispatch without a sync": dispatch,
+        "ElasticBuffer.dispatch along a handle": lambda: buffer.dispatch(x, handle=last[3]),
+        "ElasticBuffer.combine": lambda: buffer.combine(last[0], last[3], last[2]),
+    }
+
+
 def _open(kind: Any, num_nvl_bytes: int, num_rdma_bytes: int, **options: Any) -> Any:
     """A buffer; `destroy` is allowed."""
     if "explicitly_destroy" in inspect.signature(kind).parameters:
@@ -127,8 +174,8 @@ def _open(kind: Any, num_nvl_bytes: int, num_rdma_bytes: int, **options: Any) ->
 
 def _calls_of(
     name: str, low_latency: Shape, normal: Shape, device: torch.device, stack: contextlib.ExitStack
-) -> tuple[list[Calls], Calls]:
-    """The calls of an implementation: for each group those in a row, then those after a barrier."""
+) -> tuple[list[tuple[Calls, int]], Calls]:
+    """The calls of an implementation: groups of those in a row, and how many of each; then those after a barrier."""
     kind, num_ranks = importlib.import_module(name).Buffer, dist.get_world_size()
     num_tokens, hidden, _, num_experts = low_latency
     num_bytes = kind.get_low_latency_rdma_size_hint(num_tokens, hidden, num_ranks, num_experts)
@@ -137,16 +184,24 @@ def _calls_of(
     configs = kind.get_dispatch_config(num_ranks), kind.get_combine_config(num_ranks)
     nvl_bytes = max(config.get_nvl_buffer_size_hint(2 * normal[1], num_ranks) for config in configs)
     buffer = _open(kind, nvl_bytes, 0)
-    buffers = [plain, buffer]
+    buffers: list[Any] = [plain, buffer]
     pair = _low_latency_calls(plain, low_latency, device, "", has_hook=False)
     in_a_row, done = _normal_calls(buffer, normal, device)
-    groups = [pair, _low_latency_calls(plain, low_latency, device, " with a hook", has_hook=True), in_a_row]
+    hooks = _low_latency_calls(plain, low_latency, device, " with a hook", has_hook=True)
+    groups = [(pair, _LOW_LATENCY_IN_A_ROW), (hooks, _LOW_LATENCY_IN_A_ROW), (in_a_row, _NORMAL_IN_A_ROW)]
     if name == _OWN:
         shrinking = _open(kind, 0, num_bytes, enable_shrink=True, **options)
-        buffers.append(shrinking)
-        groups.append(_low_latency_calls(shrinking, low_latency, device, ", enable_shrink", has_hook=False))
+        by_expert = hybrid_ep.HybridEPBuffer(dist.group.WORLD, normal[1], normal[0], normal[3] // num_ranks)
+        elastic = hybrid_ep.ElasticBuffer(dist.group.WORLD, num_max_tokens_per_rank=normal[0])
+        buffers += [shrinking, by_expert, elastic]
+        shrinking_calls = _low_latency_calls(shrinking, low_latency, device, ", enable_shrink", has_hook=False)
+        groups += [
+            (shrinking_calls, _LOW_LATENCY_IN_A_ROW),
+            (_calls_by_expert(by_expert, normal, device), _NORMAL_IN_A_ROW),
+            (_elastic_calls(elastic, normal, device), _NORMAL_IN_A_ROW),
+        ]
     for opened in buffers:
-        stack.callback(opened.destroy)
+        stack.callback(opened.destroy if hasattr(opened, "destroy") else opened.close)
     in_a_row["dispatch with a bound"]()  # what combine takes
     both = tuple(pair.values())
     return groups, done | {"low-latency dispatch and combine": lambda: [call() for call in both]}
@@ -168,8 +223,8 @@ def _measure(
 
         times = []
         for i in range(max(len(groups) for groups, _ in made.values())):
-            calls = of_all({name: groups[i] for name, (groups, _) in made.items() if i < len(groups)})
-            in_a_row = _NORMAL_IN_A_ROW if i == 2 else _LOW_LATENCY_IN_A_ROW
+            calls = of_all({name: groups[i][0] for name, (groups, _) in made.items() if i < len(groups)})
+            in_a_row = next(groups[i][1] for groups, _ in made.values() if i < len(groups))
             times.append(time_host(calls, device, num_rows=num_rows, in_a_row=in_a_row, num_skipped=_NUM_SKIPPED))
         done = time_until_done(
             of_all({name: calls for name, (_, calls) in made.items()}),

@@ -25,6 +25,16 @@ DONE = [
     "layout, dispatch and combine{}",
     "low-latency dispatch and combine{}",
 ]
+BY_EXPERT = [
+    "dispatch_with_permute with a bound{}",
+    "dispatch_with_permute along a handle{}",
+    "combine_with_unpermute{}",
+]
+ELASTIC = [
+    "ElasticBuffer.dispatch without a sync{}",
+    "ElasticBuffer.dispatch along a handle{}",
+    "ElasticBuffer.combine{}",
+]
 SHRINKING = ["low-latency dispatch, enable_shrink{}", "low-latency combine, enable_shrink{}"]
 
 
@@ -42,7 +52,8 @@ def _check(lines: list[str], ends: tuple[str, ...], own_end: str) -> None:
         return [TRIVIAL, *(call.format(end) for end in of for call in calls)]
 
     groups = [named(calls) for calls in (LOW_LATENCY, HOOKS, NORMAL)]
-    in_a_row = [call for group in [*groups, named(SHRINKING, (own_end,))] for call in group]
+    groups += [named(calls, (own_end,)) for calls in (SHRINKING, BY_EXPERT, ELASTIC)]
+    in_a_row = [call for group in groups for call in group]
     begin = lines.index("After a barrier: until it returned, until done, of the slower rank in each run")
     assert [line[:52].rstrip() for line in lines[1:begin]] == in_a_row
     assert [line[:52].rstrip() for line in lines[begin + 1 :]] == named(DONE)
