@@ -7,8 +7,8 @@ A host's speed changes within seconds. So all calls of a group, of all implement
 
 - In a row: until a call has returned, in rows of calls after a barrier. The first calls of a row are not counted, for
   which caches of the host are cold. No call waits for the GPU. On a CPU a call does its work before it returns.
-- After a barrier: one call, until it has returned, and until the GPU is done, of the slower rank. The order of calls
-  changes from run to run.
+- After a barrier: one call, until it has returned, and until the GPU is done, of the slower rank; medians, and the 99th
+  percentile until done. The order of calls changes from run to run.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 import hybrid_ep
 from hybrid_ep.bench.machine import rank_device
+from hybrid_ep.bench.results import percentile
 from hybrid_ep.bench.timing import time_host, time_until_done
 from hybrid_ep.core.quantize import cast_to_fp8
 from hybrid_ep.testing.cluster import VirtualCluster
@@ -34,7 +35,6 @@ _NUM_SKIPPED = 2
 _LOW_LATENCY_IN_A_ROW = 10
 _NORMAL_IN_A_ROW = 7  # a dispatch waits for the eighth before it
 _TRIVIAL = "tensor.add_(1)"
-_NUM_DONE = 100
 _OWN = "hybrid_ep"
 
 Calls = dict[str, Callable[[], object]]
@@ -208,7 +208,7 @@ def _calls_of(
 
 
 def _measure(
-    names: tuple[str, ...], low_latency: Shape, normal: Shape, num_rows: int, device: str
+    names: tuple[str, ...], low_latency: Shape, normal: Shape, num_rows: int, num_runs: int, device: str
 ) -> tuple[list[dict[str, list[float]]], Times]:
     """Microseconds of each call that counts, by its name, for each group; then those after a barrier."""
     at = rank_device(device)
@@ -228,7 +228,8 @@ def _measure(
             times.append(time_host(calls, device, num_rows=num_rows, in_a_row=in_a_row, num_skipped=_NUM_SKIPPED))
         done = time_until_done(
             of_all({name: calls for name, (_, calls) in made.items()}),
-            num_runs=_NUM_DONE,
+            num_warmups=1,
+            num_runs=num_runs,
             device=device,
             in_any_order=True,
         )
@@ -245,6 +246,7 @@ def _measure(
 @click.option("--hidden", default=7168, show_default=True)
 @click.option("--topk", default=8, show_default=True)
 @click.option("--rows", default=30, show_default=True, help="Of calls that follow each other, of each group.")
+@click.option("--runs", default=100, show_default=True, help="Of calls after a barrier.")
 @click.option("--impl", "names", multiple=True, default=(_OWN,), show_default=True, help="A module with a Buffer.")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
 def main(
@@ -256,25 +258,26 @@ def main(
     hidden: int,
     topk: int,
     rows: int,
+    runs: int,
     names: tuple[str, ...],
     device: str,
 ) -> None:
     low_latency = low_latency_tokens, hidden, topk, low_latency_experts
     normal = tokens, hidden, topk, experts
     with VirtualCluster(ranks, device=device) as cluster:
-        measured = cluster.run(_measure, names, low_latency, normal, rows, device, limit_s=600)
+        measured = cluster.run(_measure, names, low_latency, normal, rows, runs, device, limit_s=600)
     print("In a row, rank 0")
     for times in measured[0][0]:
         trivial = median(times[_TRIVIAL])
         for name, values in times.items():
             print(f"{name:52} {median(values):8.1f} µs {median(values) / trivial:6.1f} of the trivial call beside it")
-    print("After a barrier: until it returned, until done, of the slower rank in each run")
+    print("After a barrier: until it returned, until done, and p99 until done, of the slower rank in each run")
     for name in measured[0][1]:
         host, done = (
             [max(of_ranks) for of_ranks in zip(*(times[name][i] for _, times in measured), strict=True)]
             for i in range(2)
         )
-        print(f"{name:52} {median(host):8.1f} µs {median(done):8.1f} µs")
+        print(f"{name:52} {median(host):8.1f} µs {median(done):8.1f} µs {percentile(done, 99):8.1f} µs")
 
 
 if __name__ == "__main__":

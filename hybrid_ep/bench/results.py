@@ -13,7 +13,17 @@ from hybrid_ep.bench.rows import RowCounts
 from hybrid_ep.bench.timing import Times
 from hybrid_ep.bench.wire import RankWire, compared_sms
 
-__all__ = ["WIRE", "BenchReport", "BenchResult", "Operation", "Outcome", "settings", "summarize", "varying"]
+__all__ = [
+    "WIRE",
+    "BenchReport",
+    "BenchResult",
+    "Operation",
+    "Outcome",
+    "percentile",
+    "settings",
+    "summarize",
+    "varying",
+]
 
 WIRE = "the wire alone"
 _FABRIC_METRICS = {
@@ -236,7 +246,7 @@ def _operation(
     default_device = [times[name].default_device_microseconds for times, _ in ranks]
     call = call_of(name)
     row_bytes = plan.row_bytes(call or "")
-    p50_us = [_percentile(times, 50) for times in by_rank]
+    p50_us = [percentile(times, 50) for times in by_rank]
     rows = [counts[call] if call else RowCounts(0, 0) for _, counts in ranks]
     rows_bytes = row_bytes * statistics.fmean(counts.total for counts in rows)
     remote_rows_bytes = row_bytes * statistics.fmean(counts.remote for counts in rows)
@@ -246,7 +256,7 @@ def _operation(
         median_us=median_us,
         max_us=max(slowest),
         p50_us=p50_us,
-        p99_us=[_percentile(times, 99) for times in by_rank],
+        p99_us=[percentile(times, 99) for times in by_rank],
         host_us=max(statistics.median(times[name].host_microseconds) for times, _ in ranks),
         host_in_a_row_us=max(map(statistics.median, in_a_row)) if all(in_a_row) else None,
         host_default_device_us=max(map(statistics.median, default_device)) if all(default_device) else None,
@@ -268,7 +278,7 @@ def _fabric_gbps(crossing_bytes: list[int], p50_us: list[float]) -> list[float]:
     return [num_bytes / us / 1e3 for num_bytes, us in zip(crossing_bytes, p50_us, strict=True)]
 
 
-def _percentile(values: list[float], percent: int) -> float:
+def percentile(values: list[float], percent: int) -> float:
     """The smallest value that is at least as large as `percent` of all (nearest rank)."""
     ordered = sorted(values)
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)]

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from benchmarks.host_time import main
 
-TINY = ["--device", "cpu", "--rows", "1", "--low-latency-tokens", "4", "--low-latency-experts", "8", "--tokens", "8"]
+TINY = ["--device", "cpu", "--rows", "1", "--runs", "9", "--low-latency-tokens", "4", "--tokens", "8"]
 COMPAT = Path(__file__).parents[2] / "compat" / "deep_ep"  # packages that import this library by its peers' names
 TRIVIAL = "tensor.add_(1)"
 LOW_LATENCY = ["low-latency dispatch{}", "low-latency combine{}"]
@@ -39,7 +39,7 @@ SHRINKING = ["low-latency dispatch, enable_shrink{}", "low-latency combine, enab
 
 
 def _lines(*options: str) -> list[str]:
-    sizes = ["--experts", "8", "--hidden", "256", "--topk", "2"]
+    sizes = ["--experts", "8", "--low-latency-experts", "8", "--hidden", "256", "--topk", "2"]
     result = CliRunner().invoke(main, [*TINY, *sizes, *options])
     assert result.exit_code == 0, result.output
     return result.output.splitlines()
@@ -54,15 +54,17 @@ def _check(lines: list[str], ends: tuple[str, ...], own_end: str) -> None:
     groups = [named(calls) for calls in (LOW_LATENCY, HOOKS, NORMAL)]
     groups += [named(calls, (own_end,)) for calls in (SHRINKING, BY_EXPERT, ELASTIC)]
     in_a_row = [call for group in groups for call in group]
-    begin = lines.index("After a barrier: until it returned, until done, of the slower rank in each run")
+    begin = lines.index(
+        "After a barrier: until it returned, until done, and p99 until done, of the slower rank in each run"
+    )
     assert [line[:52].rstrip() for line in lines[1:begin]] == in_a_row
     assert [line[:52].rstrip() for line in lines[begin + 1 :]] == named(DONE)
     assert all(float(line[52:].split()[0]) > 0 for line in lines[1:begin])
     trivial = [line for line in lines[1:begin] if line.startswith(TRIVIAL)]
     assert all(line.endswith(" 1.0 of the trivial call beside it") for line in trivial)
     for line in lines[begin + 1 :]:
-        host, _, done, _ = line[52:].split()
-        assert 0 < float(host) <= float(done)
+        host, _, done, _, p99, _ = line[52:].split()
+        assert 0 < float(host) <= float(done) <= float(p99)
 
 
 def test_every_call_is_timed_beside_a_trivial_one() -> None:

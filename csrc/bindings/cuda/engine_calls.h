@@ -11,6 +11,7 @@
 #include <optional>
 #include <stdexcept>
 #include <utility>
+#include <vector>
 
 #include "bindings/cuda/bindings.h"
 #include "bindings/cuda/ordered_launches.h"
@@ -59,6 +60,12 @@ struct RouteFields {
   static int integer(pybind11::handle route, int i) { return static_cast<int>(PyLong_AsLong(item(route, i).ptr())); }
 };
 
+// What a dispatch without a bound waits for, of HostCounts.
+struct WaitedCounts {
+  int num_recv, num_permuted, num_sent_away, num_kept, max_recv, max_sent, max_rows;
+  std::vector<int32_t> num_tokens_per_expert;  // of the local experts
+};
+
 // What calls use of their engine, a CudaEngine, which outlives them.
 class EngineCalls {
  public:
@@ -103,6 +110,18 @@ class EngineCalls {
   void count_traffic(int64_t num_bytes) const {
     if (num_bytes != 0) traffic_.attr(within_) = traffic_.attr(within_).cast<int64_t>() + num_bytes;
   }
+  // Waits for the counts of a launch; counts what is sent. nullopt: slots are too small, and no rank has sent.
+  std::optional<WaitedCounts> wait(const DispatchPlan& plan, uint32_t counts_epoch, cudaStream_t stream) const {
+    const HostCounts* const found = wait_for_counts(communicator, counts_epoch, stream);
+    if (found == nullptr) raise_failed();
+    if (found->status == kNeedsCapacity) return std::nullopt;
+    count_traffic(found->num_sent_away * plan.format.widths().record_bytes());
+    const int32_t* const counts = found->num_tokens_per_expert;
+    return WaitedCounts{found->num_recv,      found->num_permuted,
+                        found->num_sent_away, found->num_kept,
+                        found->max_recv,      found->max_sent,
+                        found->max_rows,      {counts, counts + plan.num_experts / plan.num_ranks}};
+  }
   // Must be called after the last use of the arena.
   void end() const { launches_.order().end(); }
 
@@ -112,10 +131,6 @@ class EngineCalls {
     return make_named(route_type_, piece.chunk, piece.address, counts_at, num_recv, max_recv, max_sent, num_sent_away,
                       num_from_away, number, reinterpret_cast<uintptr_t>(stream));
   }
-  [[noreturn]] void raise_failed() const {
-    engine_.attr("_raise_failed")();
-    throw std::logic_error("CudaEngine._raise_failed has returned");
-  }
   // `communicator` as Python has it.
   pybind11::object own_communicator() const { return engine_.attr("_communicator"); }
   static bool is_of(pybind11::handle object, const pybind11::object& type) {
@@ -123,6 +138,11 @@ class EngineCalls {
   }
 
  private:
+  [[noreturn]] void raise_failed() const {
+    engine_.attr("_raise_failed")();
+    throw std::logic_error("CudaEngine._raise_failed has returned");
+  }
+
   static constexpr int kStateOfHandle = 6;  // in a DispatchHandle
 
   pybind11::handle engine_;

@@ -45,30 +45,30 @@ class RepeatedDispatch {
  private:
   py::object bounded(SlotTensors& slots, const DispatchTensors& given, const RouteMemory::Piece& piece,
                      cudaStream_t stream) const {
-    const auto made =
-        slots.dispatch(calls_.communicator, plan_, slot_bytes_, *bound_, given, piece.memory, kAbsent, stream);
-    if (!made) return py::none();
+    if (slot_bytes_ > slots.slot_bytes()) return py::none();
+    auto slot = slots.launch(calls_.communicator, plan_, given, kAbsent, stream);
+    if (!slot) return py::none();
     const int number = calls_.count();
+    const SlotResults made = slot->tensors(plan_, *bound_, piece.memory, piece.address);
     calls_.end();
     const py::object route = calls_.make_route(piece, counts_at_, *bound_, max_rows_, max_rows_, 0, 0, number, stream);
-    return result(*made, py::none(), *bound_, route);
+    return result(made, py::none(), *bound_, route);
   }
 
   py::object waiting(SlotTensors& slots, const DispatchTensors& given, const RouteMemory::Piece& piece,
                      cudaStream_t stream) const {
-    const auto waited = slots.dispatch_and_wait(calls_.communicator, plan_, given, piece.memory, stream);
-    if (!waited) return py::none();
+    auto slot = slots.launch(calls_.communicator, plan_, given, kAbsent, stream);
+    if (!slot) return py::none();
     const int number = calls_.count();
-    if (waited->has_failed) calls_.raise_failed();
-    if (!waited->results) return py::none();
-    calls_.count_traffic(waited->num_sent_away * plan_.format.widths().record_bytes());
+    const auto found = calls_.wait(plan_, slot->counts_epoch, stream);
+    if (!found) return py::none();
+    const SlotResults made = slot->tensors(plan_, found->num_recv, piece.memory, piece.address);
     calls_.end();
-    const py::object route =
-        calls_.make_route(piece, counts_at_, waited->num_recv, waited->max_recv, waited->max_sent,
-                          waited->num_sent_away, waited->num_recv - waited->num_kept, number, stream);
-    py::list counts(waited->num_tokens_per_expert.size());
-    for (size_t e = 0; e < counts.size(); ++e) counts[e] = py::int_(waited->num_tokens_per_expert[e]);
-    return result(*waited->results, counts, waited->num_recv, route);
+    const py::object route = calls_.make_route(piece, counts_at_, found->num_recv, found->max_recv, found->max_sent,
+                                               found->num_sent_away, found->num_recv - found->num_kept, number, stream);
+    py::list counts(found->num_tokens_per_expert.size());
+    for (size_t e = 0; e < counts.size(); ++e) counts[e] = py::int_(found->num_tokens_per_expert[e]);
+    return result(made, counts, found->num_recv, route);
   }
 
   py::object result(const SlotResults& made, const py::object& counts, int num_recv, const py::object& route) const {
@@ -100,14 +100,15 @@ class RepeatedDispatchAlong {
     if (!route) return py::none();
     const DispatchTensors given = tensors_of(address_of(arguments[0]), 0, 0, address_of(arguments[1]), route->address);
     const RowWidths widths = plan_.format.widths();
-    const auto made = slots.cast<SlotTensors&>().dispatch(calls_.communicator, plan_.along(route->max_recv),
-                                                          slot_bytes_for(widths, route->max_recv), route->num_recv,
-                                                          given, py::none(), route->number, *stream);
-    if (!made) return py::none();
+    auto& tensors = slots.cast<SlotTensors&>();
+    if (slot_bytes_for(widths, route->max_recv) > tensors.slot_bytes()) return py::none();
+    auto slot = tensors.launch(calls_.communicator, plan_.along(route->max_recv), given, route->number, *stream);
+    if (!slot) return py::none();
     calls_.count();
     calls_.count_traffic(route->num_sent_away * widths.record_bytes());
+    const SlotResults made = slot->tensors(plan_, route->num_recv, py::none(), route->address);
     calls_.end();
-    return py::make_tuple(made->rows, made->scales);
+    return py::make_tuple(made.rows, made.scales);
   }
 
  private:

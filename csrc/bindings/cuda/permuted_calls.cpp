@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "bindings/cuda/address.h"
 #include "bindings/cuda/bindings.h"
@@ -83,45 +84,44 @@ class RepeatedPermutedDispatch {
   };
 
   py::object bounded(SlotTensors& slots, const DispatchTensors& given, const RouteMemory::Piece& piece,
-                     cudaStream_t stream) {
-    const auto made =
-        slots.dispatch(calls_.communicator, plan_, slot_bytes_, *bound_, given, piece.memory, kAbsent, stream);
-    if (!made) return py::none();
+                     cudaStream_t stream) const {
+    if (slot_bytes_ > slots.slot_bytes()) return py::none();
+    auto slot = slots.launch(calls_.communicator, plan_, given, kAbsent, stream);
+    if (!slot) return py::none();
     const int number = calls_.count();
     // The bound counts copies, and more rows than that may arrive when it is exceeded.
     const int num_recv = calls_.communicator.capacity(plan_.format.widths());
-    return result(*made, made->counts, {*bound_, num_recv, *bound_, *bound_, 0, 0}, piece, number, stream);
+    return completed(*slot, {*bound_, num_recv, *bound_, *bound_, 0, 0}, nullptr, piece, number, stream);
   }
 
   py::object waiting(SlotTensors& slots, const DispatchTensors& given, const RouteMemory::Piece& piece,
-                     cudaStream_t stream) {
-    const auto waited = slots.dispatch_and_wait(calls_.communicator, plan_, given, piece.memory, stream);
-    if (!waited) return py::none();
+                     cudaStream_t stream) const {
+    auto slot = slots.launch(calls_.communicator, plan_, given, kAbsent, stream);
+    if (!slot) return py::none();
     const int number = calls_.count();
-    if (waited->has_failed) calls_.raise_failed();
-    if (!waited->results) return py::none();
-    calls_.count_traffic(waited->num_sent_away * plan_.format.widths().record_bytes());
-    uintptr_t counts_at = 0;
-    const py::object counts = make_counts_.make(&counts_at);
-    std::copy(waited->num_tokens_per_expert.begin(), waited->num_tokens_per_expert.end(), pointer<int64_t>(counts_at));
-    const Sizes sizes{waited->num_permuted, waited->num_recv,      waited->max_rows,
-                      waited->max_sent,     waited->num_sent_away, waited->num_recv - waited->num_kept};
-    return result(*waited->results, counts, sizes, piece, number, stream);
+    const auto found = calls_.wait(plan_, slot->counts_epoch, stream);
+    if (!found) return py::none();
+    const Sizes sizes{found->num_permuted, found->num_recv,      found->max_rows,
+                      found->max_sent,     found->num_sent_away, found->num_recv - found->num_kept};
+    return completed(*slot, sizes, &found->num_tokens_per_expert, piece, number, stream);
   }
 
-  // Completes the rows that have been dispatched.
-  py::object result(const SlotResults& made, const py::object& counts, const Sizes& sizes,
-                    const RouteMemory::Piece& piece, int number, cudaStream_t stream) {
+  // Completes the rows in a slot, and makes the results. `on_host`: counts that the host has waited for, or nullptr.
+  py::object completed(FilledSlot& slot, const Sizes& sizes, const std::vector<int32_t>* on_host,
+                       const RouteMemory::Piece& piece, int number, cudaStream_t stream) const {
     const auto kept =
         calls_.routes.take(kept_ints(sizes.num_recv, plan_.num_topk), reinterpret_cast<uintptr_t>(stream), false);
     uintptr_t probs_at = 0, scales_at = 0;
     const py::object probs = make_probs_ ? make_probs_->make_rows(sizes.num_rows, &probs_at) : py::none();
     const py::object scales = make_scales_ ? make_scales_->make_rows(sizes.num_rows, &scales_at) : py::none();
+    // Before all else that the host does, for which the GPU need not wait.
     calls_.communicator.duplicate(plan_,
                                   {pointer<int32_t>(piece.address), pointer<int32_t>(kept.address),
                                    pointer<float>(probs_at), pointer<uint32_t>(scales_at)},
-                                  made.slot_idx, sizes.num_rows, sizes.num_recv, num_expert_sms_, stream);
+                                  slot.slot_idx(), sizes.num_rows, sizes.num_recv, num_expert_sms_, stream);
+    const SlotResults made = slot.tensors(plan_, sizes.num_rows, piece.memory, piece.address);
     calls_.end();
+    const py::object counts = on_host == nullptr ? made.counts : counts_of(*on_host);
     const int64_t counts_at = plan_.route.num_tokens_per_expert + plan_.num_experts / plan_.num_ranks;
     const py::object route = calls_.make_route(piece, counts_at, sizes.num_recv, sizes.max_rows, sizes.max_sent,
                                                sizes.num_sent_away, sizes.num_from_away, number, stream);
@@ -131,6 +131,12 @@ class RepeatedPermutedDispatch {
     const py::object handle =
         make_named(types_.permute, dispatch, counts, sizes.num_rows, plan_.pad_multiple, state, made.overflow);
     return py::make_tuple(made.rows, scales, probs, counts, handle);
+  }
+  py::object counts_of(const std::vector<int32_t>& on_host) const {
+    uintptr_t address = 0;
+    py::object counts = make_counts_.make(&address);
+    std::copy(on_host.begin(), on_host.end(), pointer<int64_t>(address));
+    return counts;
   }
 
   HandleTypes types_;
@@ -165,20 +171,21 @@ class RepeatedPermutedDispatchAlong {
     if (!route) return py::none();
     const DispatchTensors given = tensors_of(address_of(arguments[0]), 0, 0, address_of(arguments[1]), route->address);
     const RowWidths widths = plan_.format.widths();
+    auto& tensors = slots.cast<SlotTensors&>();
+    if (slot_bytes_for(widths, route->max_recv) > tensors.slot_bytes()) return py::none();
     const DispatchPlan plan = plan_.along(route->max_recv);
-    const auto made =
-        slots.cast<SlotTensors&>().dispatch(calls_.communicator, plan, slot_bytes_for(widths, route->max_recv),
-                                            along->num_permuted, given, py::none(), route->number, *stream);
-    if (!made) return py::none();
+    auto slot = tensors.launch(calls_.communicator, plan, given, route->number, *stream);
+    if (!slot) return py::none();
     calls_.count();
     calls_.count_traffic(route->num_sent_away * widths.record_bytes());
     uintptr_t scales_at = 0;
     const py::object scales = make_scales_ ? make_scales_->make_rows(along->num_permuted, &scales_at) : py::none();
     calls_.communicator.duplicate(plan,
                                   {given.route, pointer<int32_t>(along->kept), nullptr, pointer<uint32_t>(scales_at)},
-                                  made->slot_idx, along->num_permuted, route->num_recv, num_expert_sms_, *stream);
+                                  slot->slot_idx(), along->num_permuted, route->num_recv, num_expert_sms_, *stream);
+    const SlotResults made = slot->tensors(plan, along->num_permuted, py::none(), route->address);
     calls_.end();
-    return py::make_tuple(made->rows, scales);
+    return py::make_tuple(made.rows, scales);
   }
 
  private:

@@ -32,6 +32,16 @@ int slots_agreed(const Communicator& communicator, cudaStream_t stream) {
 
 }  // namespace
 
+FilledSlot::~FilledSlot() {
+  if (slots_ != nullptr) slots_->pool().release(slot_idx_);
+}
+
+SlotResults FilledSlot::tensors(const DispatchPlan& plan, int64_t num_rows, const py::object& memory, uintptr_t route) {
+  SlotResults results = slots_->tensors(slot_idx_, plan, num_rows, memory, route);
+  slots_ = nullptr;
+  return results;
+}
+
 py::tuple SlotResults::as_tuple() const {
   return py::make_tuple(rows, experts, weights, scales, rank_prefix, counts, overflow);
 }
@@ -70,66 +80,23 @@ SlotResults SlotTensors::tensors_between(int slot_idx, const DispatchShape& plan
   return results;
 }
 
-std::optional<SlotResults> SlotTensors::dispatch(Communicator& communicator, const DispatchPlan& plan,
-                                                 int64_t slot_bytes, int64_t num_rows, const DispatchTensors& given,
-                                                 const py::object& memory, int handle, cudaStream_t stream) {
-  if (slot_bytes > slot_bytes_) return std::nullopt;
-  return launch<SlotResults>(communicator, plan, given, handle, stream, [&](int slot_idx, uint32_t) {
-    return tensors(slot_idx, plan, num_rows, memory, reinterpret_cast<uintptr_t>(given.route));
-  });
-}
-
-std::optional<SlotTensors::Waited> SlotTensors::dispatch_and_wait(Communicator& communicator, const DispatchPlan& plan,
-                                                                  const DispatchTensors& given,
-                                                                  const py::object& memory, cudaStream_t stream) {
-  return launch<Waited>(communicator, plan, given, kAbsent, stream, [&](int slot_idx, uint32_t counts_epoch) -> Waited {
-    const HostCounts* found = wait_for_counts(communicator, counts_epoch, stream);
-    Waited waited{};
-    waited.has_failed = found == nullptr;
-    if (waited.has_failed || found->status == kNeedsCapacity) {
-      pool_->release(slot_idx);
-      return waited;
-    }
-    waited.num_recv = found->num_recv;
-    waited.num_permuted = found->num_permuted;
-    waited.num_sent_away = found->num_sent_away;
-    waited.num_kept = found->num_kept;
-    waited.max_recv = found->max_recv;
-    waited.max_sent = found->max_sent;
-    waited.max_rows = found->max_rows;
-    const int32_t* const counts = found->num_tokens_per_expert;
-    waited.num_tokens_per_expert.assign(counts, counts + plan.num_experts / plan.num_ranks);
-    const int num_rows = plan.pad_multiple > 0 ? waited.num_permuted : waited.num_recv;
-    waited.results = tensors(slot_idx, plan, num_rows, memory, reinterpret_cast<uintptr_t>(given.route));
-    return waited;
-  });
-}
-
-template <typename Result, typename Launched>
-std::optional<Result> SlotTensors::launch(Communicator& communicator, const DispatchPlan& plan,
-                                          const DispatchTensors& given, int handle, cudaStream_t stream,
-                                          Launched&& launched) {
+std::optional<FilledSlot> SlotTensors::launch(Communicator& communicator, const DispatchPlan& plan,
+                                              const DispatchTensors& given, int handle, cudaStream_t stream) {
   const uintptr_t ends = reinterpret_cast<uintptr_t>(given.rows) | reinterpret_cast<uintptr_t>(given.scales);
   if (ends % kRowAlignBytes != 0) return std::nullopt;
   const SlotPool::Taken taken = pool_->take(stream);
   if (taken.slot_idx == 0) return std::nullopt;
-  try {
-    if (!taken.is_captured && slots_agreed(communicator, stream) <= pool_->num_slots()) {
-      return launched(taken.slot_idx, communicator.dispatch(plan, given, handle, taken.slot_idx, 0, stream));
-    }
-  } catch (...) {
-    pool_->release(taken.slot_idx);
-    throw;
-  }
-  pool_->release(taken.slot_idx);
-  return std::nullopt;
+  FilledSlot slot(*this, taken.slot_idx);
+  if (taken.is_captured || slots_agreed(communicator, stream) > pool_->num_slots()) return std::nullopt;
+  slot.counts_epoch = communicator.dispatch(plan, given, handle, taken.slot_idx, 0, stream);
+  return slot;
 }
 
 SlotResults SlotTensors::slot_tensors(int slot_idx, const RowFormat& format, int64_t num_rows, bool is_permuted) {
   const SlotLayout layout = make_slot_layout(format.widths(), slot_bytes_);
   require(num_rows <= layout.capacity, "rows of a result", num_rows, "what a slot holds");
   const py::none none;
-  SlotResults results{none, none, none, none, none, none, none, slot_idx};
+  SlotResults results{none, none, none, none, none, none, none};
   results.rows = slot_tensor(slot_idx, layout.rows, num_rows, format.rows);
   if (!is_permuted) {
     results.experts = slot_tensor(slot_idx, layout.experts, num_rows, format.experts);

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <vector>
+#include <utility>
 
 #include "runtime/communicator.h"
 #include "runtime/slot_pool.h"
@@ -16,9 +16,30 @@ namespace hybrid_ep::bindings {
 // The results of a dispatch, in the order of DispatchOutput in arena.py; None for what the call has not.
 struct SlotResults {
   pybind11::object rows, experts, weights, scales, rank_prefix, counts, overflow;
-  int slot_idx;  // not in the tuple
 
   pybind11::tuple as_tuple() const;
+};
+
+class SlotTensors;
+
+// A slot that a dispatch was launched into, while its results are not made. Its end releases the slot.
+class FilledSlot {
+ public:
+  FilledSlot(SlotTensors& slots, int slot_idx) : slots_(&slots), slot_idx_(slot_idx) {}
+  FilledSlot(FilledSlot&& other) noexcept
+      : counts_epoch(other.counts_epoch), slots_(std::exchange(other.slots_, nullptr)), slot_idx_(other.slot_idx_) {}
+  FilledSlot& operator=(FilledSlot&&) = delete;
+  ~FilledSlot();
+
+  int slot_idx() const { return slot_idx_; }
+  // As SlotTensors::tensors; at most once. The results hold the slot.
+  SlotResults tensors(const DispatchPlan& plan, int64_t num_rows, const pybind11::object& memory, uintptr_t route);
+
+  uint32_t counts_epoch = 0;  // as Communicator::dispatch returns it
+
+ private:
+  SlotTensors* slots_;
+  int slot_idx_;
 };
 
 class SlotTensors {
@@ -41,31 +62,13 @@ class SlotTensors {
   // The same of a dispatch between domains, without those of the route.
   SlotResults tensors_between(int slot_idx, const DispatchShape& plan, int64_t num_rows);
 
-  // Launches a dispatch of at most `num_rows`, for which a slot must have `slot_bytes`, and returns the results;
-  // `handle` as in Communicator::dispatch. nullopt: no call was launched. Then slots are smaller, no slot is free, the
-  // ranks have agreed on more slots, a tensor that is copied in bulk must be moved, or the stream is being captured.
-  std::optional<SlotResults> dispatch(Communicator& communicator, const DispatchPlan& plan, int64_t slot_bytes,
-                                      int64_t num_rows, const DispatchTensors& given, const pybind11::object& memory,
-                                      int handle, cudaStream_t stream);
-
-  // Of HostCounts; without results the rest is undefined.
-  struct Waited {
-    bool has_failed;
-    int num_recv, num_permuted, num_sent_away, num_kept, max_recv, max_sent, max_rows;
-    std::vector<int32_t> num_tokens_per_expert;  // of the local experts
-    std::optional<SlotResults> results;          // nullopt: it has failed, or slots are too small and no rank has sent
-  };
-  // Launches a dispatch that makes its route, and waits for its counts. nullopt: no call was launched, as above.
-  std::optional<Waited> dispatch_and_wait(Communicator& communicator, const DispatchPlan& plan,
-                                          const DispatchTensors& given, const pybind11::object& memory,
-                                          cudaStream_t stream);
+  // Takes a slot, and launches a dispatch into it; `handle` as in Communicator::dispatch. nullopt: no call was
+  // launched. Then no slot is free, the ranks have agreed on more slots, a tensor that is copied in bulk must be moved,
+  // or the stream is being captured.
+  std::optional<FilledSlot> launch(Communicator& communicator, const DispatchPlan& plan, const DispatchTensors& given,
+                                   int handle, cudaStream_t stream);
 
  private:
-  // Takes a slot, launches a dispatch into it, and returns launched(slot, epoch of the counts), which gives the slot
-  // back. An empty result: no call was launched.
-  template <typename Result, typename Launched>
-  std::optional<Result> launch(Communicator& communicator, const DispatchPlan& plan, const DispatchTensors& given,
-                               int handle, cudaStream_t stream, Launched&& launched);
   // Rows, experts, weights and scales in a slot. Each tensor holds the slot.
   SlotResults slot_tensors(int slot_idx, const RowFormat& format, int64_t num_rows, bool is_permuted);
   pybind11::object slot_tensor(int slot_idx, int64_t offset, int64_t num_rows, const Columns& columns);
