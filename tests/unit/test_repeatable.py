@@ -245,3 +245,42 @@ def test_methods_of_one_object_are_apart_and_it_is_not_kept() -> None:
     del sender
     gc.collect()
     assert seen() is None
+
+
+class Part:
+    """Of a handle whose attribute is made when it is read."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Parted:
+    num_rows = 4
+
+    def __init__(self) -> None:
+        self.num_read = 0
+
+    @property
+    def part(self) -> Part:
+        self.num_read += 1
+        return Part(self.num_read)
+
+
+class PartSender:
+    def __init__(self) -> None:
+        self._repeats = Memo()
+
+    @repeatable(reads={"handle": ("num_rows",)})
+    def send(self, handle: Parted) -> Any:
+        return first("in Python", Repeat(lambda *taken: taken, (("handle", "part"), ("handle", "part")), (0, 1)))
+
+
+def test_a_repeat_takes_attributes_and_keeps_what_they_return() -> None:
+    sender, handle = PartSender(), Parted()
+    assert sender.send(handle) == "in Python"
+    assert [part.number for part in sender.send(handle)] == [1, 2]
+    without = Parted()
+    sender.send(without)
+    del Parted.part
+    with pytest.raises(AttributeError, match="part"):
+        sender.send(without)
