@@ -319,14 +319,7 @@ class ElasticCalls(LoadBalanceCalls):
                 before_epilogue.current_stream_wait()
             if received.scales is not None and options.use_tma_aligned_col_major_sf:
                 received = Rows(received.data, _column_major(received.scales))
-        made = (
-            handle.topk_idx,
-            handle.psum_num_recv_tokens_per_expert,
-            handle.psum_num_recv_tokens_per_scaleup_rank,
-            handle.num_unaligned_recv_tokens_per_expert,
-            handle.recv_topk_idx,
-        )
-        tensors = (*rows, topk_idx, topk_weights, stats, *received, recv_idx, recv_weights, *made)
+        tensors = (*rows, topk_idx, topk_weights, stats, *received, recv_idx, recv_weights, *handle.tensors())
         event = self._comm_stream.finish(options.previous_event, async_finish, tensors)
         recv_x = received.data if received.scales is None else (received.data, received.scales)
         result = recv_x, recv_idx, recv_weights, handle, event
@@ -344,7 +337,7 @@ class ElasticCalls(LoadBalanceCalls):
 
     @staticmethod
     def _is_as_given(rows: Rows, x: Tensor | tuple[Tensor, Tensor], topk_weights: Tensor | None) -> bool:
-        """Whether rows and weights were copied to be packed."""
+        """Whether neither rows, scales nor weights had to be copied to be packed."""
         data, scales = _parts(x)
         return are_packed(data, topk_weights) and rows.scales is scales
 

@@ -159,6 +159,11 @@ class EPHandle:
             self._counts = counts
         return counts
 
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The tensors that it has, without counts that have not been read yet."""
+        counts = self._counts if isinstance(self._counts, Counts) else ()
+        return self.topk_idx, self.recv_topk_idx, *counts
+
     def _version_now(self) -> int | None:
         return None if self.topk_idx.is_inference() else self.topk_idx._version
 
