@@ -119,31 +119,37 @@ def _normal_calls(buffer: Any, shape: Shape, device: torch.device) -> tuple[Call
     }
 
 
-def _calls_by_expert(buffer: hybrid_ep.HybridEPBuffer, shape: Shape, device: torch.device) -> Calls:
-    """Dispatch of bf16 rows with a bound, along its handle, and combine with probabilities; rows by expert."""
+def _hybrid_calls(buffer: hybrid_ep.HybridEPBuffer, shape: Shape, device: torch.device) -> Calls:
+    """Dispatch of bf16 rows with a bound, and combine with probabilities; by expert also along the handle."""
     num_tokens, hidden, num_topk, num_experts = shape
     x = torch.randn(num_tokens, hidden, device=device).bfloat16()
     topk_idx = _routing(num_tokens, num_topk, num_experts, device)
     weights = torch.rand(num_tokens, num_topk, device=device)
-    last: list[Any] = []
+    routing = {"topk_idx": topk_idx, "topk_weights": weights, "num_of_experts": num_experts}
+    bound = num_tokens * dist.get_world_size()
+    by_source: list[Any] = []
+    by_expert: list[Any] = []
 
     def dispatch() -> None:
-        last[:] = buffer.dispatch_with_permute(
+        by_source[:] = buffer.dispatch(x, **routing, num_dispatched_tokens=bound)
+
+    def dispatch_by_expert() -> None:
+        by_expert[:] = buffer.dispatch_with_permute(
             hidden=x,
-            topk_idx=topk_idx,
-            topk_weights=weights,
-            num_of_experts=num_experts,
+            **routing,
             num_permuted_tokens=2 * num_tokens * num_topk,  # twice as many as with equal loads
             non_blocking=True,
         )
 
-    def combine() -> None:
-        buffer.combine_with_unpermute(hidden=last[0], probs=last[1], handle=last[4])
+    def combine_by_expert() -> None:
+        buffer.combine_with_unpermute(hidden=by_expert[0], probs=by_expert[1], handle=by_expert[4])
 
     return {
-        "dispatch_with_permute with a bound": dispatch,
-        "dispatch_with_permute along a handle": lambda: buffer.dispatch_with_permute(hidden=x, handle=last[4]),
-        "combine_with_unpermute": combine,
+        "HybridEPBuffer.dispatch with a bound": dispatch,
+        "HybridEPBuffer.combine with probs": lambda: buffer.combine(by_source[0], by_source[1], by_source[3]),
+        "dispatch_with_permute with a bound": dispatch_by_expert,
+        "dispatch_with_permute along a handle": lambda: buffer.dispatch_with_permute(hidden=x, handle=by_expert[4]),
+        "combine_with_unpermute": combine_by_expert,
     }
 
 
@@ -191,13 +197,13 @@ def _calls_of(
     groups = [(pair, _LOW_LATENCY_IN_A_ROW), (hooks, _LOW_LATENCY_IN_A_ROW), (in_a_row, _NORMAL_IN_A_ROW)]
     if name == _OWN:
         shrinking = _open(kind, 0, num_bytes, enable_shrink=True, **options)
-        by_expert = hybrid_ep.HybridEPBuffer(dist.group.WORLD, normal[1], normal[0], normal[3] // num_ranks)
+        hybrid = hybrid_ep.HybridEPBuffer(dist.group.WORLD, normal[1], normal[0], normal[3] // num_ranks)
         elastic = hybrid_ep.ElasticBuffer(dist.group.WORLD, num_max_tokens_per_rank=normal[0])
-        buffers += [shrinking, by_expert, elastic]
+        buffers += [shrinking, hybrid, elastic]
         shrinking_calls = _low_latency_calls(shrinking, low_latency, device, ", enable_shrink", has_hook=False)
         groups += [
             (shrinking_calls, _LOW_LATENCY_IN_A_ROW),
-            (_calls_by_expert(by_expert, normal, device), _NORMAL_IN_A_ROW),
+            (_hybrid_calls(hybrid, normal, device), _NORMAL_IN_A_ROW),
             (_elastic_calls(elastic, normal, device), _NORMAL_IN_A_ROW),
         ]
     for opened in buffers:

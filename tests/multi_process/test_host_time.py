@@ -25,7 +25,9 @@ DONE = [
     "layout, dispatch and combine{}",
     "low-latency dispatch and combine{}",
 ]
-BY_EXPERT = [
+HYBRID = [
+    "HybridEPBuffer.dispatch with a bound{}",
+    "HybridEPBuffer.combine with probs{}",
     "dispatch_with_permute with a bound{}",
     "dispatch_with_permute along a handle{}",
     "combine_with_unpermute{}",
@@ -52,7 +54,7 @@ def _check(lines: list[str], ends: tuple[str, ...], own_end: str) -> None:
         return [TRIVIAL, *(call.format(end) for end in of for call in calls)]
 
     groups = [named(calls) for calls in (LOW_LATENCY, HOOKS, NORMAL)]
-    groups += [named(calls, (own_end,)) for calls in (SHRINKING, BY_EXPERT, ELASTIC)]
+    groups += [named(calls, (own_end,)) for calls in (SHRINKING, HYBRID, ELASTIC)]
     in_a_row = [call for group in groups for call in group]
     begin = lines.index(
         "After a barrier: until it returned, until done, and p99 until done, of the slower rank in each run"
