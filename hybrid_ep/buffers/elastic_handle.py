@@ -1,7 +1,8 @@
 """`EPHandle`: the handle of a dispatch of `ElasticBuffer` or `EPBuffer`, with DeepEP's attributes.
 
-Counts are made with the dispatch. After a dispatch that repeats an earlier one, they are computed when they are first
-read, from what its kernel has written. Attributes that only DeepEP's own programs read are always computed then.
+Counts are made with the dispatch. After a dispatch that repeats an earlier one, they are computed when a stream first
+reads them, from what the kernel has written. Attributes that only DeepEP's own programs read are always computed when
+they are first read.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hybrid_ep.buffers.hybrid_handles import rows_of_copies
-from hybrid_ep.core.streams import is_capturing
+from hybrid_ep.core.streams import current_raw_stream, is_capturing
 from hybrid_ep.engine.base import Engine
 from hybrid_ep.engine.calls import CachedDispatchRequest, DispatchHandle, PermuteHandle, Rows
 from hybrid_ep.errors import ClosedError, ConfigError
@@ -114,6 +115,7 @@ class EPHandle:
         self.num_recv_tokens_per_expert_list = num_recv_tokens_per_expert_list
         # Used by the buffer alone.
         self._counts = counts
+        self._counts_of_streams: dict[int | None, Counts] = {}  # that were computed later
         self.asked_num_sms = asked_num_sms
         self.dispatch, self.permute = dispatch, permute
         self.grid, self.num_tokens, self.num_topk = dispatch.grid, dispatch.num_tokens, dispatch.num_topk
@@ -153,14 +155,18 @@ class EPHandle:
     def _found_counts(self) -> Counts:
         if isinstance(self._counts, Counts):
             return self._counts
-        counts = self._counts()
-        device = counts.per_expert.device.index
-        if device is None or not is_capturing(device):  # a graph computes its own again at each replay
-            self._counts = counts
-        return counts
+        device = self.topk_idx.device.index
+        # Of each stream, for nothing orders one stream after what another has computed.
+        stream = None if device is None else current_raw_stream(device)
+        found = self._counts_of_streams.get(stream)
+        if found is None:
+            found = self._counts()
+            if device is None or not is_capturing(device):  # a graph computes its own again at each replay
+                self._counts_of_streams[stream] = found
+        return found
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """The tensors that it has, without counts that have not been read yet."""
+        """The tensors that were made with it."""
         counts = self._counts if isinstance(self._counts, Counts) else ()
         return self.topk_idx, self.recv_topk_idx, *counts
 

@@ -622,12 +622,25 @@ def check_elastic_calls() -> None:
             other.dispatch(inputs.x, handle=handle)
             other.combine(x, handle)
             assert not other._repeats, "a repeated call would know a handle of another buffer by its address"
-        # In a graph, counts that are first read there are computed at each replay, and not for others.
-        for capturing in False, True:
-            later = buffer.dispatch((sent, scales), inputs.topk_idx, num_experts=case.num_experts)[3]
+        # Counts are computed once for each stream. In a graph they are computed at each replay, and not for others.
+        later = buffer.dispatch((sent, scales), inputs.topk_idx, num_experts=case.num_experts)[3]
+        on_gpu = mock.patch.object(torch.Tensor, "device", torch.device("cuda", 0))
+
+        def ends(*, stream: int = 0, capturing: bool = False) -> torch.Tensor:
             with (
+                on_gpu,
                 mock.patch("hybrid_ep.buffers.elastic_handle.is_capturing", return_value=capturing),
-                mock.patch.object(torch.Tensor, "device", torch.device("cuda", 0)),
+                mock.patch("hybrid_ep.buffers.elastic_handle.current_raw_stream", return_value=stream),
             ):
-                first = later.psum_num_recv_tokens_per_expert
-            assert (later.psum_num_recv_tokens_per_expert is first) != capturing
+                return later.psum_num_recv_tokens_per_expert
+
+        in_graph = ends(capturing=True)
+        first = ends()
+        assert ends() is first
+        assert first is not in_graph
+        other = ends(stream=1)
+        assert ends(stream=1) is other
+        assert other is not first
+        assert ends() is first
+        for computed in in_graph, other:
+            equal(computed, first, "psum_num_recv_tokens_per_expert")
