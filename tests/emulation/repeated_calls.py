@@ -15,24 +15,23 @@ import torch
 import torch.distributed as dist
 
 import hybrid_ep
-from hybrid_ep import ConfigError, env, quantize
-from tests.battery import elastic, hybrid, low_latency, normal
+from hybrid_ep import ConfigError, env
+from tests.battery import low_latency, normal
 from tests.battery.cases import Case
 from tests.battery.normal import equal, make_buffer, unread_values
 
 __all__ = [
     "check_allocations_let_others_call",
     "check_allocations_let_others_send",
-    "check_elastic_calls",
     "check_events",
     "check_faults",
     "check_hooks_at_once",
     "check_hooks_between",
     "check_masks",
     "check_normal_calls",
-    "check_permuted_calls",
     "check_refused_launch",
     "check_two_buffers",
+    "on_stream",
 ]
 
 
@@ -227,7 +226,7 @@ def check_masks() -> None:
 
 
 @contextlib.contextmanager
-def _on_stream(number: int) -> Iterator[None]:
+def on_stream(number: int) -> Iterator[None]:
     """Makes another stream the current one."""
     stream: Any = torch.cuda.current_stream()
     with mock.patch.object(stream, "cuda_stream", number):
@@ -252,7 +251,7 @@ def check_events() -> None:
         assert _num_done("records") == begin, "all on one stream"
         for stream in (1, 0):
             begun = _num_done("records"), _num_done("waits")
-            with _on_stream(stream):
+            with on_stream(stream):
                 calls.check_step()
                 assert calls.is_open
                 calls.check_step()
@@ -365,7 +364,7 @@ def check_two_buffers() -> None:
         for turn in range(3):
             for stream, calls in enumerate(both):
                 begin = _num_done("waits")
-                with _on_stream(stream):
+                with on_stream(stream):
                     calls.check_step()
                     calls.check_step()
                 assert _num_done("waits") - begin == (turn + stream > 0)
@@ -421,7 +420,7 @@ def check_normal_calls() -> None:
             taken()
             check_step()
             assert taken() == [0, 0, 0]
-            with _on_stream(1):  # from now on events are recorded
+            with on_stream(1):  # from now on events are recorded
                 check_step()
             taken()
             begin = _num_done("records")
@@ -432,7 +431,7 @@ def check_normal_calls() -> None:
             handle = received()[1]
             x = torch.zeros(handle.num_recv, case.hidden, dtype=torch.bfloat16)
             taken()
-            with _on_stream(1), mock.patch.object(Chunk, "note_use") as note_use:
+            with on_stream(1), mock.patch.object(Chunk, "note_use") as note_use:
                 buffer.dispatch(inputs.x, handle=handle)
                 buffer.combine(x, handle)
             assert (taken(), note_use.call_count) == ([0, 1, 1], 2)
@@ -448,199 +447,3 @@ def check_normal_calls() -> None:
             check_step()
             assert taken() == [0, 0, 0]
             assert engine.num_calls == 2**31 + 4
-
-
-def check_permuted_calls() -> None:
-    """Calls that permute are one call of C++, of any form of rows. They take steps where one call cannot make them."""
-    from hybrid_ep.engine.cuda.route import Chunk
-
-    case = Case("permuted", dist.get_world_size(), 12, hidden=256)
-    inputs, rank, bound = case.inputs(dist.get_rank()), dist.get_rank(), 40 * case.num_ranks
-    sent, scales = quantize.cast_to_fp8(inputs.x)
-    want = hybrid.expected_unpermuted(case, rank)
-    copies = case.reference().permuted(rank, 4)
-    y = torch.zeros(bound, case.hidden, dtype=torch.bfloat16)
-    y[: len(copies)] = hybrid.expert_rows(case, copies)
-    with unread_values(), hybrid.make_buffer(case) as buffer, contextlib.ExitStack() as stack:
-        engine: Any = buffer.engine
-        names = "dispatch_permuted", "dispatch_permuted_cached", "combine_permuted"
-        in_steps = [stack.enter_context(mock.patch.object(engine, name, wraps=getattr(engine, name))) for name in names]
-
-        def taken() -> list[int]:
-            counts = [made.call_count for made in in_steps]
-            for made in in_steps:
-                made.reset_mock()
-            return counts
-
-        def dispatch(**options: Any) -> tuple[Any, ...]:
-            given = {"hidden": inputs.x, "topk_idx": inputs.topk_idx, "topk_weights": inputs.topk_weights}
-            options = {"num_of_experts": case.num_experts, "pad_multiple": 4} | given | options
-            return buffer.dispatch_with_permute(**options)
-
-        def step(*, is_bounded: bool, **form: Any) -> tuple[Any, ...]:
-            limit = {"num_permuted_tokens": bound, "non_blocking": True} if is_bounded else {}
-            rows, probs, row_scales, counts, handle = dispatch(**form, **limit)
-            along = buffer.dispatch_with_permute(
-                hidden=form.get("hidden", inputs.x), scaling_factor=form.get("scaling_factor"), handle=handle
-            )
-            n = len(copies)
-            for mine, again in (rows, along[0]), (row_scales, along[2]):
-                if mine is not None:
-                    equal(again[:n].view(torch.uint8), mine[:n].view(torch.uint8), "along the handle")
-            assert (along[1], along[3], along[4]) == (None, counts, handle)
-            combined, dense = buffer.combine_with_unpermute(hidden=y[: len(rows)], probs=probs, handle=handle)
-            equal(combined, want, "combined hidden")
-            assert counts.dtype == torch.int64
-            facts = [
-                None if t is None else (t.shape, t.dtype, t.stride(), t.device)
-                for t in (rows, probs, row_scales, counts, dense, along[0], along[2])
-            ]
-            return *facts, handle[0].tolist(), handle[9], len(handle), counts.tolist()
-
-        forms: list[dict[str, Any]] = [
-            {},
-            {"topk_weights": None},
-            {"hidden": sent, "scaling_factor": scales},
-            {"hidden": sent.view(torch.uint8), "scaling_factor": scales},
-        ]
-        for form in forms:
-            for is_bounded in (False, True):
-                facts = step(is_bounded=is_bounded, **form)
-                assert taken()[0] == 1  # the others may be like those of an earlier form
-                for _ in range(2):
-                    assert step(is_bounded=is_bounded, **form) == facts
-                assert taken() == [0, 0, 0]
-        # The rest is left to steps: scales of bf16 rows, scales by columns, and calls that wait for the rows.
-        for form in (
-            {"scaling_factor": scales},
-            {"hidden": sent, "scaling_factor": scales.t().contiguous().t()},
-            {"num_permuted_tokens": bound},
-        ):
-            for _ in range(2):
-                dispatch(**form)
-            assert taken()[0] == 2
-        # Another routing than that of the handle, although its tensors are alike.
-        overwritten = inputs.topk_idx.clone()
-        handle = dispatch(topk_idx=overwritten)[4]
-        overwritten.fill_(-1)
-        assert handle[0].tolist() == inputs.topk_idx.tolist()
-        taken()
-
-        with _on_stream(1), mock.patch.object(Chunk, "note_use") as note_use:
-            buffer.dispatch_with_permute(hidden=inputs.x, handle=handle)
-            buffer.combine_with_unpermute(hidden=y[: handle.num_permuted], handle=handle)
-        assert (taken(), note_use.call_count) == ([0, 1, 1], 4)
-        held = [dispatch()[0] for _ in range(4)]  # more than there are slots
-        assert taken()[0] > 0
-        del held
-        wrong = inputs.topk_idx.clone()
-        wrong[0, 0] = case.num_experts
-        dispatch(topk_idx=wrong, num_permuted_tokens=bound, non_blocking=True)
-        taken()
-        with pytest.raises(ConfigError, match=f"has {case.num_experts}; allowed"):
-            buffer.combine_with_unpermute(hidden=y[: handle.num_permuted], handle=handle)
-        assert taken() == [0, 0, 1]
-        step(is_bounded=False)
-        with hybrid.make_buffer(case) as other:  # whose combines are numbered anew
-
-            def combine(by: hybrid_ep.HybridEPBuffer) -> None:
-                combined, _ = by.combine_with_unpermute(hidden=y[: handle.num_permuted], handle=handle)
-                equal(combined, want, "combined hidden")
-
-            combine(buffer)
-            for _ in range(2):
-                other.dispatch_with_permute(hidden=inputs.x, handle=handle)
-                combine(other)
-            assert not other._repeats, "a repeated call would know a handle of another buffer by its address"
-            taken()
-            combine(buffer)
-            assert taken() == [0, 0, 1], "the sums of the other buffer's combines are forgotten first"
-            combine(buffer)
-            assert taken() == [0, 0, 0]
-
-
-def check_elastic_calls() -> None:
-    """Calls of both layouts are one call of C++. Their counts are computed when they are read, and then kept."""
-    case = Case("elastic", dist.get_world_size(), 12, hidden=256)
-    inputs, rank = case.inputs(dist.get_rank()), dist.get_rank()
-    bias = torch.ones(12, case.hidden, dtype=torch.bfloat16)
-    per_expert = case.reference().tokens_per_expert(rank)
-    with unread_values(), elastic.make_buffer(case) as buffer, contextlib.ExitStack() as stack:
-        engine: Any = buffer.engine
-        names = "dispatch", "dispatch_permuted", "dispatch_cached", "dispatch_permuted_cached", "combine"
-        names = *names, "combine_permuted", "tokens_per_expert"
-        spies = [stack.enter_context(mock.patch.object(engine, name, wraps=getattr(engine, name))) for name in names]
-
-        def num_by_steps() -> int:
-            num = sum(spy.call_count for spy in spies)
-            for spy in spies:
-                spy.reset_mock()
-            return num
-
-        def step(**options: Any) -> list[Any]:
-            received, _, weights, handle, _ = buffer.dispatch(
-                inputs.x, inputs.topk_idx, inputs.topk_weights, num_experts=case.num_experts, **options
-            )
-            buffer.dispatch(inputs.x, handle=handle, do_expand=handle.do_expand)
-            x = torch.zeros_like(received)
-            bias_of = {} if handle.do_expand else {"bias": bias}
-            combined = buffer.combine(x, handle, weights, **bias_of)
-            assert handle.num_unaligned_recv_tokens_per_expert.tolist() == per_expert
-            assert handle.num_unaligned_recv_tokens_per_expert is handle.num_unaligned_recv_tokens_per_expert
-            copied = handle.topk_idx.data_ptr() != inputs.topk_idx.data_ptr()
-            return [*combined[:2], copied, handle.num_sms, handle.num_recv_tokens_per_expert_list]
-
-        for do_expand in False, True:
-            for options in (
-                {"do_cpu_sync": False},
-                {"do_cpu_sync": False, "do_handle_copy": False, "num_sms": 3},
-                {"expert_alignment": 4, "do_cpu_sync": True},
-            ):
-                want = step(do_expand=do_expand, **options)
-                assert num_by_steps() > 0
-                got = step(do_expand=do_expand, **options)
-                assert num_by_steps() == 0
-                for part, wanted in zip(got, want, strict=True):
-                    equal(part, wanted, "repeated") if isinstance(part, torch.Tensor) else None
-                assert [p for p in got if not isinstance(p, torch.Tensor)] == want[2:]
-        # The rest is left to steps: events, scales by columns, and weights along a handle.
-        sent, scales = quantize.cast_to_fp8(inputs.x)
-        handle = buffer.dispatch((sent, scales), inputs.topk_idx, num_experts=case.num_experts)[3]
-        for call in (
-            lambda: buffer.dispatch(inputs.x, handle=handle, previous_event=buffer.capture()),
-            lambda: buffer.dispatch(inputs.x, handle=handle, async_with_compute_stream=True)[4].current_stream_wait(),
-            lambda: buffer.dispatch(inputs.x, topk_weights=inputs.topk_weights, handle=handle),
-            lambda: buffer.dispatch((sent, scales), handle=handle, use_tma_aligned_col_major_sf=True),
-            lambda: buffer.dispatch((sent, scales.t().contiguous().t()), handle=handle),
-        ):
-            for _ in range(2):
-                num_by_steps()
-                call()
-                assert num_by_steps() == 1
-        with elastic.make_buffer(case) as other:
-            x = torch.zeros(handle.num_recv_tokens, case.hidden, dtype=torch.bfloat16)
-            other.dispatch(inputs.x, handle=handle)
-            other.combine(x, handle)
-            assert not other._repeats, "a repeated call would know a handle of another buffer by its address"
-        # Counts are computed once for each stream. In a graph they are computed at each replay, and not for others.
-        later = buffer.dispatch((sent, scales), inputs.topk_idx, num_experts=case.num_experts)[3]
-        on_gpu = mock.patch.object(torch.Tensor, "device", torch.device("cuda", 0))
-
-        def ends(*, stream: int = 0, capturing: bool = False) -> torch.Tensor:
-            with (
-                on_gpu,
-                mock.patch("hybrid_ep.buffers.elastic_handle.is_capturing", return_value=capturing),
-                mock.patch("hybrid_ep.buffers.elastic_handle.current_raw_stream", return_value=stream),
-            ):
-                return later.psum_num_recv_tokens_per_expert
-
-        in_graph = ends(capturing=True)
-        first = ends()
-        assert ends() is first
-        assert first is not in_graph
-        other = ends(stream=1)
-        assert ends(stream=1) is other
-        assert other is not first
-        assert ends() is first
-        for computed in in_graph, other:
-            equal(computed, first, "psum_num_recv_tokens_per_expert")

@@ -7,7 +7,7 @@ import pytest
 import hybrid_ep
 from tests.battery import refused_low_latency, refused_normal
 from tests.battery.cases import CASES, LOW_LATENCY_CASES, Case, select
-from tests.emulation import repeated_calls
+from tests.emulation import repeated_calls, repeated_with_handles
 from tests.emulation.conftest import UNREAD, RunEmulated
 
 # More ranks take long, for they share two cores; of eight there is the case with the most different ones.
@@ -139,9 +139,15 @@ def test_calls_enter_no_function_of_python(run_emulated: RunEmulated) -> None:
     run_emulated(2, "emulation.without_python.check_no_python")
 
 
-@pytest.mark.parametrize("check", repeated_calls.__all__)
+@pytest.mark.parametrize(
+    "check",
+    [
+        *(f"repeated_calls.{name}" for name in repeated_calls.__all__ if name.startswith("check_")),
+        *(f"repeated_with_handles.{name}" for name in repeated_with_handles.__all__),
+    ],
+)
 def test_calls_that_repeat_an_earlier_one(run_emulated: RunEmulated, check: str) -> None:
-    run_emulated(2, f"emulation.repeated_calls.{check}")
+    run_emulated(2, f"emulation.{check}")
 
 
 @pytest.mark.parametrize(
