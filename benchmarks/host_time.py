@@ -33,7 +33,7 @@ from hybrid_ep.testing.cluster import VirtualCluster
 
 _NUM_SKIPPED = 2
 _LOW_LATENCY_IN_A_ROW = 10
-_NORMAL_IN_A_ROW = 7  # a dispatch waits for the eighth before it
+_NORMAL_IN_A_ROW = 7  # a dispatch waits for the eighth before it, so a group has one
 _TRIVIAL = "tensor.add_(1)"
 _OWN = "hybrid_ep"
 
@@ -119,19 +119,26 @@ def _normal_calls(buffer: Any, shape: Shape, device: torch.device) -> tuple[Call
     }
 
 
-def _hybrid_calls(buffer: hybrid_ep.HybridEPBuffer, shape: Shape, device: torch.device) -> Calls:
-    """Dispatch of bf16 rows with a bound, and combine with probabilities; by expert also along the handle."""
+def _hybrid_calls(buffer: hybrid_ep.HybridEPBuffer, shape: Shape, device: torch.device) -> tuple[list[Calls], Calls]:
+    """Dispatch of bf16 rows with a bound, and combine with probabilities; by expert also along the handle.
+
+    Then the same without a bound.
+    """
     num_tokens, hidden, num_topk, num_experts = shape
     x = torch.randn(num_tokens, hidden, device=device).bfloat16()
     topk_idx = _routing(num_tokens, num_topk, num_experts, device)
     weights = torch.rand(num_tokens, num_topk, device=device)
     routing = {"topk_idx": topk_idx, "topk_weights": weights, "num_of_experts": num_experts}
     bound = num_tokens * dist.get_world_size()
-    by_source: list[Any] = []
+    bounded: list[Any] = []
+    exact: list[Any] = []
     by_expert: list[Any] = []
 
+    def dispatch_bounded() -> None:
+        bounded[:] = buffer.dispatch(x, **routing, num_dispatched_tokens=bound)
+
     def dispatch() -> None:
-        by_source[:] = buffer.dispatch(x, **routing, num_dispatched_tokens=bound)
+        exact[:] = buffer.dispatch(x, **routing)
 
     def dispatch_by_expert() -> None:
         by_expert[:] = buffer.dispatch_with_permute(
@@ -141,19 +148,26 @@ def _hybrid_calls(buffer: hybrid_ep.HybridEPBuffer, shape: Shape, device: torch.
             non_blocking=True,
         )
 
+    def along() -> None:
+        buffer.dispatch_with_permute(hidden=x, handle=by_expert[4])
+
     def combine_by_expert() -> None:
         buffer.combine_with_unpermute(hidden=by_expert[0], probs=by_expert[1], handle=by_expert[4])
 
-    return {
-        "HybridEPBuffer.dispatch with a bound": dispatch,
-        "HybridEPBuffer.combine with probs": lambda: buffer.combine(by_source[0], by_source[1], by_source[3]),
-        "dispatch_with_permute with a bound": dispatch_by_expert,
-        "dispatch_with_permute along a handle": lambda: buffer.dispatch_with_permute(hidden=x, handle=by_expert[4]),
-        "combine_with_unpermute": combine_by_expert,
+    return [
+        {
+            "HybridEPBuffer.dispatch with a bound": dispatch_bounded,
+            "HybridEPBuffer.combine with probs": lambda: buffer.combine(bounded[0], bounded[1], bounded[3]),
+        },
+        {"dispatch_with_permute with a bound": dispatch_by_expert, "combine_with_unpermute": combine_by_expert},
+        {"dispatch_with_permute along a handle": along},
+    ], {
+        "HybridEPBuffer.dispatch": dispatch,
+        "HybridEPBuffer.combine with probs": lambda: buffer.combine(exact[0], exact[1], exact[3]),
     }
 
 
-def _elastic_calls(buffer: hybrid_ep.ElasticBuffer, shape: Shape, device: torch.device) -> Calls:
+def _elastic_calls(buffer: hybrid_ep.ElasticBuffer, shape: Shape, device: torch.device) -> list[Calls]:
     """Dispatch of bf16 rows without a host sync, along its handle, and combine; rows by source."""
     num_tokens, hidden, num_topk, num_experts = shape
     x = torch.randn(num_tokens, hidden, device=device).bfloat16()
@@ -164,11 +178,13 @@ def _elastic_calls(buffer: hybrid_ep.ElasticBuffer, shape: Shape, device: torch.
     def dispatch() -> None:
         last[:] = buffer.dispatch(x, topk_idx, weights, num_experts=num_experts, do_cpu_sync=False)
 
-    return {
-        "ElasticBuffer.dispatch without a sync": dispatch,
-        "ElasticBuffer.dispatch along a handle": lambda: buffer.dispatch(x, handle=last[3]),
-        "ElasticBuffer.combine": lambda: buffer.combine(last[0], last[3], last[2]),
-    }
+    return [
+        {
+            "ElasticBuffer.dispatch without a sync": dispatch,
+            "ElasticBuffer.combine": lambda: buffer.combine(last[0], last[3], last[2]),
+        },
+        {"ElasticBuffer.dispatch along a handle": lambda: buffer.dispatch(x, handle=last[3])},
+    ]
 
 
 def _open(kind: Any, num_nvl_bytes: int, num_rdma_bytes: int, **options: Any) -> Any:
@@ -201,11 +217,10 @@ def _calls_of(
         elastic = hybrid_ep.ElasticBuffer(dist.group.WORLD, num_max_tokens_per_rank=normal[0])
         buffers += [shrinking, hybrid, elastic]
         shrinking_calls = _low_latency_calls(shrinking, low_latency, device, ", enable_shrink", has_hook=False)
-        groups += [
-            (shrinking_calls, _LOW_LATENCY_IN_A_ROW),
-            (_hybrid_calls(hybrid, normal, device), _NORMAL_IN_A_ROW),
-            (_elastic_calls(elastic, normal, device), _NORMAL_IN_A_ROW),
-        ]
+        hybrid_in_a_row, hybrid_done = _hybrid_calls(hybrid, normal, device)
+        groups.append((shrinking_calls, _LOW_LATENCY_IN_A_ROW))
+        groups += [(calls, _NORMAL_IN_A_ROW) for calls in hybrid_in_a_row + _elastic_calls(elastic, normal, device)]
+        done |= hybrid_done
     for opened in buffers:
         stack.callback(opened.destroy if hasattr(opened, "destroy") else opened.close)
     in_a_row["dispatch with a bound"]()  # what combine takes

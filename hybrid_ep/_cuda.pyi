@@ -426,6 +426,24 @@ class LayoutCounts:
     @property
     def call(self) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]: ...
 
+class TopkProbs:
+    def __init__(
+        self,
+        *,
+        num_topk: int,
+        num_experts: int,
+        device: torch.device,
+        device_index: int,
+        current_stream: Callable[[int], int],
+        by_python: bool = False,
+    ) -> None: ...
+    @property
+    def sum_weights(self) -> Callable[[Tensor, Tensor], Tensor]: ...
+    @property
+    def place_weights(self) -> Callable[[Tensor, Tensor], Tensor]: ...
+    @property
+    def to_weights(self) -> Callable[[Tensor, Tensor], Tensor]: ...
+
 class NewTensor:
     """Makes tensors as `torch.empty_strided` does."""
 
@@ -439,29 +457,6 @@ class NewTensor:
     ) -> None: ...
     def __call__(self) -> Tensor: ...
 
-def weights_to_probs(
-    *,
-    topk_idx: int,
-    weights: int,
-    probs: int,
-    num_tokens: int,
-    num_topk: int,
-    num_experts: int,
-    adds_columns: bool,
-    device: int,
-    stream: int,
-) -> None: ...
-def probs_to_weights(
-    *,
-    topk_idx: int,
-    weights: int,
-    probs: int,
-    num_tokens: int,
-    num_topk: int,
-    num_experts: int,
-    device: int,
-    stream: int,
-) -> None: ...
 def map_topk(
     *,
     topk_idx: int,

@@ -14,21 +14,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep.buffers.collective import collective
-from hybrid_ep.buffers.hybrid_arguments import MAX_PAD, as_given, check_made_with, own
+from hybrid_ep.buffers.hybrid_arguments import MAX_PAD, check_made_with, own
 from hybrid_ep.buffers.hybrid_config import BufferConfig, Configurer, HybridEpConfigInstance
 from hybrid_ep.buffers.hybrid_handles import HybridHandle
 from hybrid_ep.buffers.hybrid_maps import combine_with_probs, send_along
 from hybrid_ep.buffers.hybrid_permuted import PermutedCalls
-from hybrid_ep.core.checks import MAX_TOPK, Passed, require, require_int, require_tensor
+from hybrid_ep.buffers.hybrid_repeats import SIZES, as_given, repeat_along, repeat_combine, repeat_dispatch
+from hybrid_ep.core.checks import MAX_TOPK, Passed, are_packed, require, require_int, require_tensor
 from hybrid_ep.core.layout import (
     columns_of_experts,
     experts_of_columns,
     indices_to_map,
+    probs_by_kernel,
     weights_to_probs,
 )
-from hybrid_ep.engine.calls import CachedDispatchRequest, CombineRequest, Dispatched, DispatchRequest
+from hybrid_ep.core.repeatable import first, repeatable
+from hybrid_ep.engine.calls import CachedDispatchRequest, CombineRequest, Dispatched, DispatchRequest, Rows
 
 __all__ = ["HybridEPBuffer", "indices_to_map"]
+
+# Of the handle: what combines and dispatches with it must have alike.
+_READ_BY_COMBINE = "grid", "num_of_tokens_per_rank", "num_topk", "num_experts", "is_map"
+_READ_BY_DISPATCH = *_READ_BY_COMBINE, "num_recv"
 
 
 class HybridEPBuffer(PermutedCalls):
@@ -184,6 +191,7 @@ class HybridEPBuffer(PermutedCalls):
     def empty_jit_cache(self) -> None:
         """Does nothing: kernels are compiled ahead of time, so there is no cache."""
 
+    @repeatable(reads={"self": SIZES, "handle": _READ_BY_DISPATCH})
     @collective("dispatch")
     def dispatch(
         self,
@@ -247,17 +255,8 @@ class HybridEPBuffer(PermutedCalls):
             )
             along = self._probs_along if handle.is_map else self._weights_along
             weights = along(handle.routing, num_experts, topk_idx, topk_weights, probs, routing_map)
-            experts, received_probs = self._experts_of_domain(num_experts), None
-            if weights is None or handle.is_map:
-                received = engine.dispatch_cached(CachedDispatchRequest(rows, num_sms), handle.dispatch)
-                if weights is not None:
-                    _, received_probs = send_along(engine, handle.dispatch, experts, None, weights, num_sms)
-            else:
-                again = engine.dispatch_again(
-                    rows, handle.routing, weights, handle.dispatch, expert_range=experts, num_sms=num_sms
-                )
-                received, received_probs = again.rows, _probs_of(again, experts)
-            return as_given(received.data, as_bytes), received_probs, received.scales, handle
+            is_as_given = rows.scales is scaling_factor and hidden.is_contiguous()
+            return self._along(handle, rows, as_bytes, weights, is_as_given)
         rows, as_bytes, routing = self._rows_and_routing(
             hidden, scaling_factor, topk_idx, topk_weights, num_of_experts, probs, routing_map
         )
@@ -269,8 +268,14 @@ class HybridEPBuffer(PermutedCalls):
         if bound is not None:
             require_int("num_dispatched_tokens", bound, minimum=0)
         experts = self._experts_of_domain(routing.num_experts)
-        common_bound = self.configurer.buffer_config.max_num_of_tokens_per_rank * self.group_size
-        result = engine.dispatch(DispatchRequest(rows, routing, bound, num_sms, experts, common_bound))
+        wanted = DispatchRequest(rows, routing, bound, num_sms, experts, self._max_tokens * self.group_size)
+        repeat = None
+        # A call that looks at the values of the indices does so each time.
+        is_as_given = rows.scales is scaling_factor and routing.topk_idx is topk_idx and topk_idx.is_cuda
+        if is_as_given and num_dispatched_tokens_tensor is None and are_packed(hidden, topk_weights):
+            by_kernel = probs_by_kernel(routing.topk_idx, experts[1] - experts[0])
+            repeat = repeat_dispatch(engine.repeat_of(wanted), by_kernel, as_bytes)
+        result = engine.dispatch(wanted)
         if routing.has_topk:
             known = own(routing.topk_idx, topk_idx)
             received_experts, received_probs = result.topk_idx, _probs_of(result, experts)
@@ -282,8 +287,37 @@ class HybridEPBuffer(PermutedCalls):
             assert received_map is not None
             received_experts = received_map
         made = HybridHandle(known, received_experts, result.handle, self._sizes(0))
-        return as_given(result.rows.data, as_bytes), received_probs, result.rows.scales, made
+        return first((as_given(result.rows.data, as_bytes), received_probs, result.rows.scales, made), repeat)
 
+    def _along(
+        self, handle: HybridHandle, rows: Rows, as_bytes: bool, weights: Tensor | None, is_as_given: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, HybridHandle]:
+        """Dispatches along the routes of a handle.
+
+        Args:
+            handle: of the dispatch.
+            rows: as the engine takes them.
+            as_bytes: whether they are returned as uint8.
+            weights: in the columns of `handle.routing`.
+            is_as_given: whether `rows` has the tensors that the caller has given.
+        """
+        engine, num_sms = self.engine, self._num_sms_dispatch
+        experts, probs, repeat = self._experts_of_domain(handle.num_experts), None, None
+        if weights is None or handle.is_map:
+            request = CachedDispatchRequest(rows, num_sms)
+            if weights is None and is_as_given and handle.grid is self.grid:
+                repeat = repeat_along(engine.repeat_of_cached(request, handle.dispatch), as_bytes)
+            received = engine.dispatch_cached(request, handle.dispatch)
+            if weights is not None:
+                _, probs = send_along(engine, handle.dispatch, experts, None, weights, num_sms)
+        else:
+            again = engine.dispatch_again(
+                rows, handle.routing, weights, handle.dispatch, expert_range=experts, num_sms=num_sms
+            )
+            received, probs = again.rows, _probs_of(again, experts)
+        return first((as_given(received.data, as_bytes), probs, received.scales, handle), repeat)
+
+    @repeatable(reads={"handle": _READ_BY_COMBINE}, rows=("handle", "num_recv", "hidden", "probs"))
     @collective("combine")
     def combine(
         self, hidden: Tensor, probs: Tensor | None = None, handle: HybridHandle | None = None
@@ -307,19 +341,23 @@ class HybridEPBuffer(PermutedCalls):
         assert handle is not None
         dispatch, received = handle.dispatch, handle.received
         self._check_geometry(dispatch.grid)
-        experts = first, end = self._experts_of_domain(dispatch.num_experts)
-        self._check_combined(hidden, probs, (received.shape[0], end - first))
+        experts = begin, end = self._experts_of_domain(dispatch.num_experts)
+        self._check_combined(hidden, probs, (received.shape[0], end - begin))
         request = CombineRequest(hidden.contiguous(), num_sms=self._num_sms_combine)
-        if probs is None:
-            return engine.combine(request, dispatch).data, None
-        if handle.is_map:
-            combined = combine_with_probs(engine, request, torch.where(received, probs, 0.0), experts, dispatch)
+        if probs is not None and handle.is_map:
+            sent_probs = torch.where(received, probs, 0.0)
+            combined = combine_with_probs(engine, request, sent_probs, experts, dispatch)
             return combined.data, combined.weights
-        weights = columns_of_experts(received, probs)
-        combined = engine.combine(request._replace(weights=weights), dispatch)
-        assert combined.weights is not None
-        # Columns of the same expert have the same value.
-        return combined.data, experts_of_columns(handle.routing, combined.weights, dispatch.num_experts)
+        if probs is not None:
+            request = request._replace(weights=columns_of_experts(received, probs))
+        repeat = None
+        if handle.grid is self.grid and are_packed(hidden, probs):
+            repeat = repeat_combine(engine.repeat_of_combine(request, dispatch), handle, end - begin, probs is not None)
+        combined, dense = engine.combine(request, dispatch), None
+        if combined.weights is not None:
+            # Columns of the same expert have the same value.
+            dense = experts_of_columns(handle.routing, combined.weights, dispatch.num_experts)
+        return first((combined.data, dense), repeat)
 
     def _experts_of_domain(self, num_experts: int) -> tuple[int, int]:
         """(first, end) of the experts that a plain dispatch reports."""

@@ -24,7 +24,7 @@ from hybrid_ep.core.layout import (
 from hybrid_ep.engine.calls import DispatchHandle, Routing, Rows
 from hybrid_ep.errors import ConfigError
 
-__all__ = ["MAX_PAD", "HybridArguments", "as_given", "check_made_with", "own"]
+__all__ = ["MAX_PAD", "HybridArguments", "check_made_with", "own"]
 
 MAX_PAD = 1 << 16  # so that rows with padding can be counted in 32 bits
 _TOKENS_MULTIPLE = 16  # as Hybrid-EP grows
@@ -36,6 +36,16 @@ class HybridArguments(BaseBuffer):
     configurer: Configurer
     _passed: Passed
     _max_experts_per_token: int
+
+    @property
+    def _max_tokens(self) -> int:
+        """The most tokens that a rank sends at once; grows with the calls of this rank."""
+        return self.configurer.buffer_config.max_num_of_tokens_per_rank
+
+    @property
+    def _max_local_experts(self) -> int:
+        """Experts of a rank, for calls that do not say how many there are."""
+        return self.configurer.buffer_config.num_of_experts_per_rank
 
     def _grow(self, hidden_dim: int | None, num_of_tokens_per_rank: int | None, num_local_experts: int | None) -> None:
         """Raises the buffer's sizes to those of a call; None = unchanged."""
@@ -73,7 +83,7 @@ class HybridArguments(BaseBuffer):
         if num_experts is None:
             has_width = isinstance(routing_map, Tensor) and routing_map.dim() == 2
             num_experts = routing_map.shape[1] if has_width else None  # type: ignore[union-attr]
-            num_experts = num_experts or self.configurer.buffer_config.num_of_experts_per_rank * self.group_size
+            num_experts = num_experts or self._max_local_experts * self.group_size
         require_int("num_of_experts", num_experts, minimum=1, multiple_of=self.group_size)
         given = traits(hidden, scaling_factor, topk_idx, topk_weights, probs, routing_map), num_experts
         if given in self._passed:
@@ -270,11 +280,6 @@ def check_made_with(*given: tuple[str, int | None, int]) -> None:
 def own(routing: Tensor, given: Tensor | None) -> Tensor:
     """A routing for a handle: the caller may overwrite the one that it has given."""
     return routing.clone() if routing is given else routing
-
-
-def as_given(data: Tensor, as_bytes: bool) -> Tensor:
-    """Returns e4m3 rows in the dtype in which the caller passed them."""
-    return data.view(torch.uint8) if as_bytes else data
 
 
 @functools.lru_cache

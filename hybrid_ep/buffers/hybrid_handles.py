@@ -52,6 +52,9 @@ class HybridHandle(_Handle):
         local_expert_routing_map: ``[N, LE]`` bool; which of this rank's experts a received row is for.
         num_of_tokens_per_rank: T.
         config: the sizes of the buffer when the handle was made.
+
+    The attributes `grid`, `num_recv`, `num_topk`, `num_experts` and `is_map` (whether `routing` and `received` are
+    maps) are no entries. Repeated calls have them alike; the number of rows of a combine may differ.
     """
 
     _entries = (
@@ -68,12 +71,9 @@ class HybridHandle(_Handle):
         self, routing: Tensor, received: Tensor, dispatch: DispatchHandle, config: HybridEpConfigInstance
     ) -> None:
         self.routing, self.received, self.dispatch, self.config = routing, received, dispatch, config
-        self.num_of_tokens_per_rank = dispatch.num_tokens
-
-    @property
-    def is_map(self) -> bool:
-        """Whether `routing` and `received` are maps."""
-        return self.routing.dtype == torch.bool
+        self.num_of_tokens_per_rank, self.num_recv = dispatch.num_tokens, dispatch.num_recv
+        self.grid, self.num_topk, self.num_experts = dispatch.grid, dispatch.num_topk, dispatch.num_experts
+        self.is_map = routing.dtype == torch.bool
 
     @property
     def num_dispatched_tokens(self) -> Tensor:

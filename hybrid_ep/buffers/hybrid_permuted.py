@@ -6,9 +6,15 @@ import torch
 from torch import Tensor
 
 from hybrid_ep.buffers.collective import collective
-from hybrid_ep.buffers.hybrid_arguments import MAX_PAD, HybridArguments, as_given, check_made_with, own
+from hybrid_ep.buffers.hybrid_arguments import MAX_PAD, HybridArguments, check_made_with, own
 from hybrid_ep.buffers.hybrid_handles import PermutedHandle
-from hybrid_ep.buffers.repeats import repeat_permuted, repeat_permuted_along, repeat_unpermute
+from hybrid_ep.buffers.hybrid_repeats import (
+    SIZES,
+    as_given,
+    repeat_permuted,
+    repeat_permuted_along,
+    repeat_unpermute,
+)
 from hybrid_ep.core.checks import MAX_TOPK, are_packed, packed, require, require_bool, require_int
 from hybrid_ep.core.layout import weights_to_probs, widest_token
 from hybrid_ep.core.repeatable import first, repeatable
@@ -29,7 +35,7 @@ class PermutedCalls(HybridArguments):
     _num_sms_permute: int | None
     _num_sms_unpermute: int | None
 
-    @repeatable(reads={"handle": _READ_BY_DISPATCH})
+    @repeatable(reads={"self": SIZES, "handle": _READ_BY_DISPATCH})
     @collective("dispatch_with_permute")
     def dispatch_with_permute(
         self,

@@ -6,10 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from hybrid_ep.buffers.hybrid_handles import PermutedHandle
 from hybrid_ep.buffers.low_latency_arguments import nvfp4_as_returned
 from hybrid_ep.core.event import EventOverlap
 from hybrid_ep.core.quantize import Nvfp4Format, RowFormat
@@ -22,13 +20,9 @@ from hybrid_ep.engine.calls import (
     RepeatedDispatchAlong,
     RepeatedLowLatencyCombine,
     RepeatedLowLatencyDispatch,
-    RepeatedPermuted,
-    RepeatedPermutedAlong,
-    RepeatedUnpermute,
 )
 
 if TYPE_CHECKING:
-    from hybrid_ep.buffers.hybrid_permuted import PermutedCalls
     from hybrid_ep.buffers.low_latency import LowLatencyCalls
 
 __all__ = [
@@ -38,9 +32,6 @@ __all__ = [
     "repeat_dispatch",
     "repeat_low_latency_combine",
     "repeat_low_latency_dispatch",
-    "repeat_permuted",
-    "repeat_permuted_along",
-    "repeat_unpermute",
     "up_to",
 ]
 
@@ -94,64 +85,6 @@ def repeat_combine(repeat: RepeatedCombine | None, bias: object, handle: Taken =
     if isinstance(bias, tuple):
         biases = (*[("bias", i) for i in range(len(bias))], None, None)[:2]
     return Repeat(repeat.call, ("x", "topk_weights", *biases, handle), (0, 1, EventOverlap))
-
-
-def repeat_permuted(call: RepeatedPermuted | None, as_bytes: bool, pad_multiple: int) -> Repeat | None:
-    """Of a dispatch that makes its route; `as_bytes`: of rows that are e4m3 given as uint8."""
-    if call is None:
-        return None
-    takes = "self", "hidden", "scaling_factor", "topk_idx", "topk_weights"
-    return Repeat(functools.partial(_with_handle, call, as_bytes, pad_multiple), takes, (0, 1, 2, 3, 4))
-
-
-def _with_handle(
-    call: RepeatedPermuted,
-    as_bytes: bool,
-    pad_multiple: int,
-    buffer: PermutedCalls,
-    data: Tensor,
-    scales: Tensor | None,
-    topk_idx: Tensor,
-    topk_weights: Tensor | None,
-) -> tuple[Any, ...] | None:
-    made = call(data, scales, topk_idx, topk_weights)
-    if made is None:
-        return None
-    rows, row_scales, probs, counts, permute = made
-    handle = PermutedHandle(topk_idx.clone(), permute, counts, buffer._sizes(pad_multiple))
-    return rows.view(torch.uint8) if as_bytes else rows, probs, row_scales, counts, handle
-
-
-def repeat_permuted_along(call: RepeatedPermutedAlong | None, as_bytes: bool, non_blocking: bool) -> Repeat | None:
-    """Of a dispatch along a handle, as `repeat_permuted`; `non_blocking`: its counts are wanted on the device."""
-    if call is None:
-        return None
-    along = functools.partial(_along_permuted, call, as_bytes, non_blocking)
-    return Repeat(along, ("hidden", "scaling_factor", "handle"), (0, None, 1, 2, 3))
-
-
-def _along_permuted(
-    call: RepeatedPermutedAlong,
-    as_bytes: bool,
-    non_blocking: bool,
-    data: Tensor,
-    scales: Tensor | None,
-    handle: PermutedHandle,
-) -> tuple[Any, ...] | None:
-    made = call(data, scales, handle.permute)
-    if made is None:
-        return None
-    rows, row_scales = made
-    counts = handle.tokens_per_expert
-    if non_blocking:
-        counts = counts.to(data.device, non_blocking=True)
-    return rows.view(torch.uint8) if as_bytes else rows, row_scales, counts, handle
-
-
-def repeat_unpermute(call: RepeatedUnpermute | None) -> Repeat | None:
-    if call is None:
-        return None
-    return Repeat(call, ("hidden", "probs", ("handle", "permute"), ("handle", "topk_idx")), (0, 1))
 
 
 def repeat_low_latency_dispatch(call: RepeatedLowLatencyDispatch | None, fmt: RowFormat | None) -> Repeat | None:

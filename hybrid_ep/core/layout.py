@@ -20,6 +20,7 @@ from hybrid_ep.core.streams import current_raw_stream
 __all__ = [
     "Layout",
     "Permutation",
+    "ProbsByKernel",
     "columns_of_experts",
     "compute_layout",
     "compute_layout_on_device",
@@ -29,6 +30,7 @@ __all__ = [
     "layout_by_kernel",
     "map_to_indices",
     "permutation_by_expert",
+    "probs_by_kernel",
     "probs_in_columns",
     "weights_in_columns",
     "weights_to_probs",
@@ -173,10 +175,46 @@ def indices_to_map(
     return routing_map, weights_to_probs(topk_idx, topk_weights, num_of_experts)
 
 
+class ProbsByKernel(NamedTuple):
+    """Weights in the columns of top-k indices, and probabilities of all experts. All tensors are contiguous.
+
+    Attributes:
+        sum_weights: ``[T, K]`` indices and float32 weights → ``[T, E]``, as `weights_to_probs`.
+        place_weights: the same as `experts_of_columns`.
+        to_weights: ``[T, K]`` indices and ``[T, E]`` float32 → ``[T, K]``, as `columns_of_experts`.
+    """
+
+    sum_weights: Callable[[Tensor, Tensor], Tensor]
+    place_weights: Callable[[Tensor, Tensor], Tensor]
+    to_weights: Callable[[Tensor, Tensor], Tensor]
+
+
+@functools.lru_cache(256)  # making one takes longer than a call
+def _shared_probs(num_topk: int, num_experts: int, device: torch.device, index: int) -> ProbsByKernel:
+    """For tensors on a GPU with kernels, whose number is `index`."""
+    native = kernels.native.TopkProbs(
+        num_topk=num_topk,
+        num_experts=num_experts,
+        device=device,
+        device_index=index,
+        current_stream=current_raw_stream,
+    )
+    return ProbsByKernel(native.sum_weights, native.place_weights, native.to_weights)
+
+
+def probs_by_kernel(topk_idx: Tensor, num_experts: int) -> ProbsByKernel | None:
+    """For any number of tokens, with as many columns as `topk_idx`; None where no kernel runs."""
+    num_topk = topk_idx.shape[1]
+    if not (1 <= num_topk <= MAX_TOPK and kernels.run_on(topk_idx)):
+        return None
+    return _shared_probs(num_topk, num_experts, topk_idx.device, kernels.place_of(topk_idx)["device"])
+
+
 def weights_to_probs(topk_idx: Tensor, topk_weights: Tensor, num_experts: int) -> Tensor:
     """``[T, K]`` indices and float32 weights → ``[T, E]`` probabilities: of an expert in several columns, the sum."""
-    if _has_kernels(topk_idx):
-        return _probs_by_kernel(topk_idx, topk_weights, num_experts, adds_columns=True)
+    by_kernel = probs_by_kernel(topk_idx, num_experts)
+    if by_kernel is not None:
+        return by_kernel.sum_weights(topk_idx.contiguous(), topk_weights.contiguous())
     same = topk_idx.unsqueeze(2) == topk_idx.unsqueeze(1)
     # In float64, so that the order of the terms, which devices choose, does not show.
     totals = torch.where(same, topk_weights.unsqueeze(1), 0.0).sum(2, dtype=torch.float64).float()
@@ -188,8 +226,9 @@ def experts_of_columns(topk_idx: Tensor, values: Tensor, num_experts: int) -> Te
 
     The columns of an expert have equal values.
     """
-    if _has_kernels(topk_idx):
-        return _probs_by_kernel(topk_idx, values, num_experts, adds_columns=False)
+    by_kernel = probs_by_kernel(topk_idx, num_experts)
+    if by_kernel is not None:
+        return by_kernel.place_weights(topk_idx.contiguous(), values.contiguous())
     columns = torch.where(topk_idx < 0, num_experts, topk_idx)
     experts = values.new_zeros(topk_idx.shape[0], num_experts + 1).scatter_(1, columns, values)
     return experts[:, :num_experts].contiguous()
@@ -197,36 +236,10 @@ def experts_of_columns(topk_idx: Tensor, values: Tensor, num_experts: int) -> Te
 
 def columns_of_experts(topk_idx: Tensor, probs: Tensor) -> Tensor:
     """``[T, K]`` indices and ``[T, E]`` float32 → ``[T, K]``, 0 where no expert is named."""
-    if not _has_kernels(topk_idx):
-        return torch.where(topk_idx >= 0, probs.gather(1, topk_idx.clamp_min(0)), 0.0)
-    topk_idx, probs = topk_idx.contiguous(), probs.contiguous()
-    weights = torch.empty(topk_idx.shape, dtype=probs.dtype, device=probs.device)
-    kernels.native.probs_to_weights(**_arguments(topk_idx, weights, probs))
-    return weights
-
-
-def _has_kernels(topk_idx: Tensor) -> bool:
-    return 1 <= topk_idx.shape[1] <= MAX_TOPK and kernels.run_on(topk_idx)
-
-
-def _probs_by_kernel(topk_idx: Tensor, weights: Tensor, num_experts: int, *, adds_columns: bool) -> Tensor:
-    topk_idx, weights = topk_idx.contiguous(), weights.contiguous()
-    probs = torch.empty(topk_idx.shape[0], num_experts, dtype=weights.dtype, device=weights.device)
-    kernels.native.weights_to_probs(**_arguments(topk_idx, weights, probs), adds_columns=adds_columns)
-    return probs
-
-
-def _arguments(topk_idx: Tensor, weights: Tensor, probs: Tensor) -> dict[str, int]:
-    num_tokens, num_topk = topk_idx.shape
-    return {
-        "topk_idx": topk_idx.data_ptr(),
-        "weights": weights.data_ptr(),
-        "probs": probs.data_ptr(),
-        "num_tokens": num_tokens,
-        "num_topk": num_topk,
-        "num_experts": probs.shape[1],
-        **kernels.place_of(topk_idx),
-    }
+    by_kernel = probs_by_kernel(topk_idx, probs.shape[1])
+    if by_kernel is not None:
+        return by_kernel.to_weights(topk_idx.contiguous(), probs.contiguous())
+    return torch.where(topk_idx >= 0, probs.gather(1, topk_idx.clamp_min(0)), 0.0)
 
 
 def probs_in_columns(topk_idx: Tensor, probs: Tensor) -> Tensor:

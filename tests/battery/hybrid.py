@@ -19,10 +19,10 @@ from tests.battery.cases import Case, expert_row, row_of
 from tests.battery.normal import equal, gather_rows, on, returned
 
 __all__ = [
+    "check_again",
     "check_overflow",
     "check_overflow_of_a_map",
     "check_permuted",
-    "check_permuted_again",
     "check_permuted_cached",
     "check_plain",
     "check_sms",
@@ -63,8 +63,8 @@ def probs_of(case: Case, rank: int) -> Tensor:
     return probs
 
 
-def check_plain(case: Case, device: str = "cpu") -> None:
-    """Dispatch and combine without permutation, by indices and by map, then with a cached handle."""
+def check_plain(case: Case, device: str = "cpu", *, times: int = 1) -> None:
+    """Dispatch and combine without permutation, by indices and by map, then with a cached handle; several times."""
     rank = dist.get_rank()
     inputs, reference = on(device, case.inputs(rank)), case.reference()
     rows = reference.received(rank)
@@ -77,7 +77,7 @@ def check_plain(case: Case, device: str = "cpu") -> None:
         indices_to_map(i.topk_idx, None, len(i.x), case.num_experts)[0] for i in map(case.inputs, range(case.num_ranks))
     ]
     with make_buffer(case) as buffer:
-        for routing, _ in routings(case, device):
+        for routing, _ in routings(case, device) * times:
             hidden, probs, scales, handle = buffer.dispatch(inputs.x, **routing)
             assert scales is None
             equal(hidden, gather_rows(case, rows, sources), "hidden")
@@ -194,8 +194,9 @@ def check_permuted(case: Case, device: str = "cpu", *, fp8: bool = False, times:
                     equal(probs_home, probs_of(case, rank), "combined probs")
 
 
-def check_permuted_again(case: Case, device: str = "cpu") -> None:
-    """The same of calls that repeat an earlier one, of bf16 and of FP8 rows."""
+def check_again(case: Case, device: str = "cpu") -> None:
+    """`check_plain`, and `check_permuted` of bf16 and of FP8 rows, of calls that repeat an earlier one."""
+    check_plain(case, device, times=3)
     for fp8 in False, True:
         check_permuted(case, device, fp8=fp8, times=3)
 

@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 from tests.battery.normal import unread_values
+from tests.emulation.engine import local_kernels
 
 __all__ = ["check_unread", "check_with_sms", "check_with_stalls", "stalls"]
 
@@ -31,7 +32,7 @@ def check_with_stalls(check: str, *args: Any) -> None:
 
 def check_unread(check: str, *args: Any) -> Any:
     """Runs a check of tests/ with tensors whose values are not checked, as on a GPU: calls repeat earlier ones."""
-    with unread_values():
+    with unread_values(), local_kernels():
         return _check(check, *args)
 
 

@@ -1,4 +1,4 @@
-"""Calls of `HybridEPBuffer` that permute, and of `ElasticBuffer`, that repeat an earlier one: see repeated_calls.py."""
+"""Calls of `HybridEPBuffer` and of `ElasticBuffer` that repeat an earlier one: see repeated_calls.py."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from hybrid_ep import ConfigError, quantize
 from tests.battery import elastic, hybrid
 from tests.battery.cases import Case
 from tests.battery.normal import equal, unread_values
+from tests.emulation.engine import local_kernels
 from tests.emulation.repeated_calls import on_stream
 
-__all__ = ["check_elastic_calls", "check_permuted_calls"]
+__all__ = ["check_elastic_calls", "check_permuted_calls", "check_plain_calls"]
 
 
 def check_permuted_calls() -> None:
@@ -127,6 +128,115 @@ def check_permuted_calls() -> None:
             assert taken() == [0, 0, 1], "the sums of the other buffer's combines are forgotten first"
             combine(buffer)
             assert taken() == [0, 0, 0]
+
+
+def check_plain_calls() -> None:
+    """Plain calls of `HybridEPBuffer`, of any form of rows, with probabilities and without."""
+    from hybrid_ep.engine.cuda.route import Chunk
+
+    case = Case("plain", dist.get_world_size(), 12, hidden=256)
+    inputs, num_ranks = case.inputs(dist.get_rank()), case.num_ranks
+    sent, scales = quantize.cast_to_fp8(inputs.x)
+    routing = {"topk_idx": inputs.topk_idx, "topk_weights": inputs.topk_weights, "num_of_experts": case.num_experts}
+    with unread_values(), local_kernels(), hybrid.make_buffer(case) as buffer, contextlib.ExitStack() as stack:
+        engine: Any = buffer.engine
+        names = "dispatch", "dispatch_cached", "combine"
+        in_steps = [stack.enter_context(mock.patch.object(engine, name, wraps=getattr(engine, name))) for name in names]
+
+        def taken() -> list[int]:
+            counts = [made.call_count for made in in_steps]
+            for made in in_steps:
+                made.reset_mock()
+            return counts
+
+        def step(by: hybrid_ep.HybridEPBuffer = buffer, **options: Any) -> list[Any]:
+            rows, probs, row_scales, handle = by.dispatch(**({"hidden": inputs.x} | routing | options))
+            form = {name: options[name] for name in ("hidden", "scaling_factor") if name in options}
+            along = by.dispatch(**({"hidden": inputs.x} | form), handle=handle)
+            assert along[1] is None
+            assert along[3] is handle
+            y = torch.ones(len(rows), case.hidden, dtype=torch.bfloat16)
+            home = *by.combine(y, handle=handle), *by.combine(y, probs, handle)
+            num_arrived = int(handle[3])
+            cut = [None if t is None else t[:num_arrived] for t in (rows, row_scales, along[0], along[2])]
+            entries = [handle[i] for i in (0, 1, 4)]
+            found = [*cut, probs, *home, *entries, handle[5], handle[6], len(handle), len(rows)]
+            return [part.clone() if isinstance(part, torch.Tensor) else part for part in found]  # holds no slot
+
+        def compare(found: list[Any], want: list[Any]) -> None:
+            for i, (one, other) in enumerate(zip(found, want, strict=True)):
+                if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+                    facts = [(t.dtype, t.stride(), t.device, t.shape) for t in (one, other)]
+                    assert facts[0] == facts[1], i
+                    equal(one.view(torch.uint8), other.view(torch.uint8), f"entry {i}")
+                else:
+                    assert one == other, i
+
+        forms: list[dict[str, Any]] = [
+            {},
+            {"topk_weights": None},
+            {"hidden": sent, "scaling_factor": scales},
+            {"hidden": sent.view(torch.uint8), "scaling_factor": scales},
+        ]
+        for form in forms:
+            for bound in ({}, {"num_dispatched_tokens": case.max_tokens * num_ranks}):
+                want = step(**form, **bound)
+                assert taken()[0] == 1
+                for _ in range(2):
+                    compare(step(**form, **bound), want)
+                assert taken() == [0, 0, 0]
+        # The rest is left to steps: scales of bf16 rows, a bound in a tensor, maps, and weights along a handle.
+        bound = {"num_dispatched_tokens_tensor": torch.tensor([case.max_tokens * num_ranks])}
+        routing_map, dense = hybrid_ep.indices_to_map(inputs.topk_idx, inputs.topk_weights, 12, case.num_experts)
+        for form in routing | {"scaling_factor": scales}, routing | bound, {"routing_map": routing_map, "probs": dense}:
+            for _ in range(2):
+                buffer.dispatch(inputs.x, **form)
+            assert taken()[0] == 2
+        *_, row_scales, handle = buffer.dispatch(sent, scales, **routing)
+        by_columns = scales.t().contiguous().t()
+        for _ in range(2):
+            equal(buffer.dispatch(sent, by_columns, handle=handle)[2], row_scales, "scales along a handle")
+        assert taken()[1] == 2
+        del row_scales, handle
+        for _ in range(2):
+            _, received, _, handle = buffer.dispatch(inputs.x, **routing)
+            _, again, _, _ = buffer.dispatch(inputs.x, handle=handle, topk_weights=inputs.topk_weights)
+            equal(again, received, "probs along a handle")
+        assert taken()[0] == 2, "those along a handle"
+        # A handle keeps the routing, and names rows of its own.
+        overwritten = inputs.topk_idx.clone()
+        rows, probs, _, handle = buffer.dispatch(inputs.x, **(routing | {"topk_idx": overwritten}))
+        want = buffer.combine(rows, probs, handle)
+        overwritten.fill_(-1)
+        compare(list(buffer.combine(rows, probs, handle)), list(want))
+        # More results than there are slots; another stream than that of the handle.
+        held = [buffer.dispatch(inputs.x, **routing)[0] for _ in range(4)]
+        assert taken()[0] > 0
+        del held
+        with on_stream(1), mock.patch.object(Chunk, "note_use"):
+            compare(list(buffer.combine(rows, probs, handle)), list(want))
+        assert taken() == [0, 0, 1]
+        # Sizes that have grown since.
+        del rows, probs, handle
+        for _ in range(2):
+            handle = buffer.dispatch(inputs.x, topk_idx=inputs.topk_idx)[3]
+            assert handle.num_experts == case.num_experts
+        permuted = {"hidden": inputs.x, "topk_idx": inputs.topk_idx}
+        for _ in range(2):
+            assert len(buffer.dispatch_with_permute(**permuted)[3]) == case.num_experts // num_ranks
+        buffer.update_template_config(num_local_experts=2 * case.num_experts // num_ranks)
+        assert len(buffer.dispatch_with_permute(**permuted)[3]) == 2 * case.num_experts // num_ranks
+        assert buffer.dispatch(inputs.x, topk_idx=inputs.topk_idx)[3].num_experts == 2 * case.num_experts
+        step(num_dispatched_tokens=case.max_tokens * num_ranks)
+        taken()
+        buffer.update_template_config(num_of_tokens_per_rank=160)
+        step(num_dispatched_tokens=case.max_tokens * num_ranks)
+        assert taken()[0] == 1, "ranks agree on slots for the largest that any sends"
+        with hybrid.make_buffer(case) as other:
+            handle = buffer.dispatch(inputs.x, **routing)[3]
+            other.dispatch(inputs.x, handle=handle)
+            other.combine(torch.zeros(handle.num_recv, case.hidden, dtype=torch.bfloat16), handle=handle)
+            assert not other._repeats, "a repeated call would know a handle of another buffer by its address"
 
 
 def check_elastic_calls() -> None:

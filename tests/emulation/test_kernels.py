@@ -121,8 +121,8 @@ def test_repeated_calls(run_emulated: RunEmulated, case: Case, check: str, args:
 
 
 @_cases("two_ranks", "holes", "zero_tokens_on_one_rank", "duplicates")
-def test_repeated_calls_that_permute(run_emulated: RunEmulated, case: Case) -> None:
-    run_emulated(case.num_ranks, UNREAD, "battery.hybrid.check_permuted_again", case)
+def test_repeated_calls_of_hybrid_ep(run_emulated: RunEmulated, case: Case) -> None:
+    run_emulated(case.num_ranks, UNREAD, "battery.hybrid.check_again", case)
 
 
 def test_copied_handles(run_emulated: RunEmulated) -> None:

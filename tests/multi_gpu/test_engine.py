@@ -50,7 +50,7 @@ def test_hybrid(run_gpus: RunRanks, case: Case, check: Callable[..., None]) -> N
 
 @fp8_cases
 def test_hybrid_repeated(run_gpus: RunRanks, case: Case) -> None:
-    run_gpus(case.num_ranks, hybrid.check_permuted_again, case, "cuda")
+    run_gpus(case.num_ranks, hybrid.check_again, case, "cuda")
 
 
 def test_numbers_of_sms(run_gpus: RunRanks) -> None:
