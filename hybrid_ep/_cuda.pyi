@@ -29,6 +29,7 @@ from hybrid_ep.engine.calls import (
     DispatchHandle,
     LowLatencyHandle,
     PermuteHandle,
+    RepeatedCombineDense,
     RepeatedPermuted,
     RepeatedPermutedAlong,
     RepeatedUnpermute,
@@ -344,6 +345,22 @@ class RepeatedCombine:
         [Tensor, Tensor | None, Tensor | None, Tensor | None, DispatchHandle], tuple[Tensor, Tensor | None] | None
     ]: ...
 
+class RepeatedDenseCombine:
+    """As `RepeatedDispatch`."""
+
+    def __init__(
+        self,
+        engine: CudaEngine,
+        plan: CombinePlan,
+        make_out: NewTensor,
+        make_weights: NewTensor,
+        route_type: type[Route],
+        received: TopkProbs,
+        sent: TopkProbs,
+    ) -> None: ...
+    @property
+    def call(self) -> RepeatedCombineDense: ...
+
 _HandleTypes = tuple[type[Route], type[DispatchHandle], type[PermuteState], type[PermuteHandle]]
 
 class RepeatedPermutedDispatch:
@@ -389,8 +406,7 @@ class RepeatedPermutedCombine:
         make_weights: NewTensor | None,
         make_out: NewTensor,
         make_out_weights: NewTensor | None,
-        make_dense: NewTensor | None,
-        device: int,
+        dense: TopkProbs | None,
         types: _HandleTypes,
     ) -> None: ...
     @property

@@ -19,13 +19,19 @@ from hybrid_ep.buffers.hybrid_config import BufferConfig, Configurer, HybridEpCo
 from hybrid_ep.buffers.hybrid_handles import HybridHandle
 from hybrid_ep.buffers.hybrid_maps import combine_with_probs, send_along
 from hybrid_ep.buffers.hybrid_permuted import PermutedCalls
-from hybrid_ep.buffers.hybrid_repeats import SIZES, as_given, repeat_along, repeat_combine, repeat_dispatch
+from hybrid_ep.buffers.hybrid_repeats import (
+    SIZES,
+    as_given,
+    repeat_along,
+    repeat_combine,
+    repeat_combine_dense,
+    repeat_dispatch,
+)
 from hybrid_ep.core.checks import MAX_TOPK, Passed, are_packed, require, require_int, require_tensor
 from hybrid_ep.core.layout import (
     columns_of_experts,
     experts_of_columns,
     indices_to_map,
-    probs_by_kernel,
     weights_to_probs,
 )
 from hybrid_ep.core.repeatable import first, repeatable
@@ -273,8 +279,7 @@ class HybridEPBuffer(PermutedCalls):
         # A call that looks at the values of the indices does so each time.
         is_as_given = rows.scales is scaling_factor and routing.topk_idx is topk_idx and topk_idx.is_cuda
         if is_as_given and num_dispatched_tokens_tensor is None and are_packed(hidden, topk_weights):
-            by_kernel = probs_by_kernel(routing.topk_idx, experts[1] - experts[0])
-            repeat = repeat_dispatch(engine.repeat_of(wanted), by_kernel, as_bytes)
+            repeat = repeat_dispatch(engine.repeat_of(wanted), experts[1] - experts[0], as_bytes)
         result = engine.dispatch(wanted)
         if routing.has_topk:
             known = own(routing.topk_idx, topk_idx)
@@ -344,20 +349,24 @@ class HybridEPBuffer(PermutedCalls):
         experts = begin, end = self._experts_of_domain(dispatch.num_experts)
         self._check_combined(hidden, probs, (received.shape[0], end - begin))
         request = CombineRequest(hidden.contiguous(), num_sms=self._num_sms_combine)
-        if probs is not None and handle.is_map:
+        repeats = handle.grid is self.grid and are_packed(hidden, probs)
+        if probs is None:
+            repeat = repeat_combine(engine.repeat_of_combine(request, dispatch)) if repeats else None
+            return first((engine.combine(request, dispatch).data, None), repeat)
+        if handle.is_map:
             sent_probs = torch.where(received, probs, 0.0)
             combined = combine_with_probs(engine, request, sent_probs, experts, dispatch)
             return combined.data, combined.weights
-        if probs is not None:
-            request = request._replace(weights=columns_of_experts(received, probs))
+        request = request._replace(weights=columns_of_experts(received, probs))
         repeat = None
-        if handle.grid is self.grid and are_packed(hidden, probs):
-            repeat = repeat_combine(engine.repeat_of_combine(request, dispatch), handle, end - begin, probs is not None)
-        combined, dense = engine.combine(request, dispatch), None
-        if combined.weights is not None:
-            # Columns of the same expert have the same value.
-            dense = experts_of_columns(handle.routing, combined.weights, dispatch.num_experts)
-        return first((combined.data, dense), repeat)
+        if repeats:
+            repeat = repeat_combine_dense(engine.repeat_of_combine_dense(request, dispatch, end - begin))
+        combined = engine.combine(request, dispatch)
+        assert combined.weights is not None
+        # Columns of the same expert have the same value.
+        return first(
+            (combined.data, experts_of_columns(handle.routing, combined.weights, dispatch.num_experts)), repeat
+        )
 
     def _experts_of_domain(self, num_experts: int) -> tuple[int, int]:
         """(first, end) of the experts that a plain dispatch reports."""

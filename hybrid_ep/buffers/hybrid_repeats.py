@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from hybrid_ep.buffers.hybrid_handles import HybridHandle, PermutedHandle
-from hybrid_ep.core.layout import ProbsByKernel, probs_by_kernel
+from hybrid_ep.core.layout import weights_to_probs
 from hybrid_ep.core.repeatable import Repeat
 from hybrid_ep.engine.calls import (
     RepeatedCombine,
+    RepeatedCombineDense,
     RepeatedDispatch,
     RepeatedDispatchAlong,
     RepeatedPermuted,
@@ -32,6 +33,7 @@ __all__ = [
     "as_given",
     "repeat_along",
     "repeat_combine",
+    "repeat_combine_dense",
     "repeat_dispatch",
     "repeat_permuted",
     "repeat_permuted_along",
@@ -47,18 +49,17 @@ def as_given(data: Tensor, as_bytes: bool) -> Tensor:
     return data.view(torch.uint8) if as_bytes else data
 
 
-def repeat_dispatch(repeat: RepeatedDispatch | None, by_kernel: ProbsByKernel | None, as_bytes: bool) -> Repeat | None:
-    """Of a dispatch that makes its route from top-k indices. `by_kernel`: of the experts of received rows."""
-    if repeat is None or by_kernel is None:
+def repeat_dispatch(repeat: RepeatedDispatch | None, num_received: int, as_bytes: bool) -> Repeat | None:
+    """Of a dispatch that makes its route from top-k indices. `num_received`: experts whose probabilities arrive."""
+    if repeat is None:
         return None
     takes = "self", "hidden", "scaling_factor", "topk_idx", "topk_weights"
-    call = functools.partial(_with_handle, repeat.call, by_kernel.sum_weights, as_bytes)
-    return Repeat(call, takes, (0, 1, 2, 3))
+    return Repeat(functools.partial(_with_handle, repeat.call, num_received, as_bytes), takes, (0, 1, 2, 3))
 
 
 def _with_handle(
     call: Callable[..., Any],
-    sum_weights: Callable[[Tensor, Tensor], Tensor],
+    num_received: int,
     as_bytes: bool,
     buffer: HybridArguments,
     data: Tensor,
@@ -70,7 +71,7 @@ def _with_handle(
     if made is None:
         return None
     rows, row_scales, experts, weights, _, dispatch = made
-    probs = None if weights is None else sum_weights(experts, weights)
+    probs = None if weights is None else weights_to_probs(experts, weights, num_received)
     handle = HybridHandle(topk_idx.clone(), experts, dispatch, buffer._sizes(0))
     return as_given(rows, as_bytes), probs, row_scales, handle
 
@@ -90,32 +91,19 @@ def _along(
     return made and (as_given(made[0], as_bytes), made[1], handle)
 
 
-def repeat_combine(
-    repeat: RepeatedCombine | None, handle: HybridHandle, num_received: int, has_probs: bool
-) -> Repeat | None:
-    """Of a combine of received rows. With probabilities, `num_received` is how many a row has."""
+def repeat_combine(repeat: RepeatedCombine | None) -> Repeat | None:
+    """Of a combine of received rows."""
     if repeat is None:
         return None
-    if not has_probs:
-        return Repeat(repeat.call, ("hidden", None, None, None, ("handle", "dispatch")), (0, None))
-    received = probs_by_kernel(handle.received, num_received)
-    sent = probs_by_kernel(handle.routing, handle.num_experts)
-    if received is None or sent is None:
+    return Repeat(repeat.call, ("hidden", None, None, None, ("handle", "dispatch")), (0, None))
+
+
+def repeat_combine_dense(call: RepeatedCombineDense | None) -> Repeat | None:
+    """Of a combine of received rows and their probabilities."""
+    if call is None:
         return None
-    call = functools.partial(_with_probs, repeat.call, received.to_weights, sent.place_weights)
-    return Repeat(call, ("hidden", "probs", "handle"), (0, 1))
-
-
-def _with_probs(
-    call: Callable[..., Any],
-    to_weights: Callable[[Tensor, Tensor], Tensor],
-    place_weights: Callable[[Tensor, Tensor], Tensor],
-    hidden: Tensor,
-    probs: Tensor,
-    handle: HybridHandle,
-) -> tuple[Any, ...] | None:
-    made = call(hidden, to_weights(handle.received, probs), None, None, handle.dispatch)
-    return made and (made[0], place_weights(handle.routing, made[1]))
+    takes = "hidden", "probs", ("handle", "dispatch"), ("handle", "received"), ("handle", "routing")
+    return Repeat(call, takes, (0, 1))
 
 
 def repeat_permuted(call: RepeatedPermuted | None, as_bytes: bool, pad_multiple: int) -> Repeat | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +17,12 @@ from hybrid_ep.core import kernels
 from hybrid_ep.core.checks import MAX_TOPK, require, require_expert_indices, require_int, require_tensor
 from hybrid_ep.core.streams import current_raw_stream
 
+if TYPE_CHECKING:
+    from hybrid_ep import _cuda
+
 __all__ = [
     "Layout",
     "Permutation",
-    "ProbsByKernel",
     "columns_of_experts",
     "compute_layout",
     "compute_layout_on_device",
@@ -30,8 +32,8 @@ __all__ = [
     "layout_by_kernel",
     "map_to_indices",
     "permutation_by_expert",
-    "probs_by_kernel",
     "probs_in_columns",
+    "topk_probs",
     "weights_in_columns",
     "weights_to_probs",
     "widest_token",
@@ -175,44 +177,32 @@ def indices_to_map(
     return routing_map, weights_to_probs(topk_idx, topk_weights, num_of_experts)
 
 
-class ProbsByKernel(NamedTuple):
-    """Weights in the columns of top-k indices, and probabilities of all experts. All tensors are contiguous.
-
-    Attributes:
-        sum_weights: ``[T, K]`` indices and float32 weights → ``[T, E]``, as `weights_to_probs`.
-        place_weights: the same as `experts_of_columns`.
-        to_weights: ``[T, K]`` indices and ``[T, E]`` float32 → ``[T, K]``, as `columns_of_experts`.
-    """
-
-    sum_weights: Callable[[Tensor, Tensor], Tensor]
-    place_weights: Callable[[Tensor, Tensor], Tensor]
-    to_weights: Callable[[Tensor, Tensor], Tensor]
-
-
 @functools.lru_cache(256)  # making one takes longer than a call
-def _shared_probs(num_topk: int, num_experts: int, device: torch.device, index: int) -> ProbsByKernel:
-    """For tensors on a GPU with kernels, whose number is `index`."""
-    native = kernels.native.TopkProbs(
+def topk_probs(num_topk: int, num_experts: int, device: torch.device, index: int) -> _cuda.TopkProbs:
+    """Makes probabilities of all experts from weights in the columns of top-k indices, and back.
+
+    For any number of tokens on a GPU with kernels, whose number is `index`. All tensors are contiguous.
+    """
+    return kernels.native.TopkProbs(
         num_topk=num_topk,
         num_experts=num_experts,
         device=device,
         device_index=index,
         current_stream=current_raw_stream,
     )
-    return ProbsByKernel(native.sum_weights, native.place_weights, native.to_weights)
 
 
-def probs_by_kernel(topk_idx: Tensor, num_experts: int) -> ProbsByKernel | None:
-    """For any number of tokens, with as many columns as `topk_idx`; None where no kernel runs."""
+def _by_kernel(topk_idx: Tensor, num_experts: int) -> _cuda.TopkProbs | None:
+    """None where no kernel runs."""
     num_topk = topk_idx.shape[1]
     if not (1 <= num_topk <= MAX_TOPK and kernels.run_on(topk_idx)):
         return None
-    return _shared_probs(num_topk, num_experts, topk_idx.device, kernels.place_of(topk_idx)["device"])
+    return topk_probs(num_topk, num_experts, topk_idx.device, kernels.place_of(topk_idx)["device"])
 
 
 def weights_to_probs(topk_idx: Tensor, topk_weights: Tensor, num_experts: int) -> Tensor:
     """``[T, K]`` indices and float32 weights → ``[T, E]`` probabilities: of an expert in several columns, the sum."""
-    by_kernel = probs_by_kernel(topk_idx, num_experts)
+    by_kernel = _by_kernel(topk_idx, num_experts)
     if by_kernel is not None:
         return by_kernel.sum_weights(topk_idx.contiguous(), topk_weights.contiguous())
     same = topk_idx.unsqueeze(2) == topk_idx.unsqueeze(1)
@@ -226,7 +216,7 @@ def experts_of_columns(topk_idx: Tensor, values: Tensor, num_experts: int) -> Te
 
     The columns of an expert have equal values.
     """
-    by_kernel = probs_by_kernel(topk_idx, num_experts)
+    by_kernel = _by_kernel(topk_idx, num_experts)
     if by_kernel is not None:
         return by_kernel.place_weights(topk_idx.contiguous(), values.contiguous())
     columns = torch.where(topk_idx < 0, num_experts, topk_idx)
@@ -236,7 +226,7 @@ def experts_of_columns(topk_idx: Tensor, values: Tensor, num_experts: int) -> Te
 
 def columns_of_experts(topk_idx: Tensor, probs: Tensor) -> Tensor:
     """``[T, K]`` indices and ``[T, E]`` float32 → ``[T, K]``, 0 where no expert is named."""
-    by_kernel = probs_by_kernel(topk_idx, probs.shape[1])
+    by_kernel = _by_kernel(topk_idx, probs.shape[1])
     if by_kernel is not None:
         return by_kernel.to_weights(topk_idx.contiguous(), probs.contiguous())
     return torch.where(topk_idx >= 0, probs.gather(1, topk_idx.clamp_min(0)), 0.0)

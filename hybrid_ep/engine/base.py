@@ -46,6 +46,7 @@ from hybrid_ep.engine.calls import (
     Permuted,
     PermuteHandle,
     RepeatedCombine,
+    RepeatedCombineDense,
     RepeatedDispatch,
     RepeatedDispatchAlong,
     RepeatedLowLatencyCombine,
@@ -173,6 +174,17 @@ class Engine(abc.ABC):
 
         Takes rows, weights, biases, and a handle with as many tokens, experts and top-k experts. The number of rows may
         differ.
+        """
+        return None
+
+    def repeat_of_combine_dense(
+        self, request: CombineRequest, handle: DispatchHandle, num_received: int
+    ) -> RepeatedCombineDense | None:
+        """Local: `repeat_of_combine` of rows, and of probabilities of experts in place of weights.
+
+        Takes rows, probabilities ``[N, num_received]``, a handle as `repeat_of_combine` does, and the top-k indices of
+        received and of sent rows. Columns of a sent row that name one expert have equal sums. Returns ``[T, H]`` and
+        ``[T, E]``; or None, and has done nothing.
         """
         return None
 

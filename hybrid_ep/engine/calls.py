@@ -38,6 +38,7 @@ __all__ = [
     "PermuteHandle",
     "Permuted",
     "RepeatedCombine",
+    "RepeatedCombineDense",
     "RepeatedDispatch",
     "RepeatedDispatchAlong",
     "RepeatedLowLatencyCombine",
@@ -491,6 +492,8 @@ class Permuted(NamedTuple):
     handle: PermuteHandle
 
 
+# See Engine.repeat_of_combine_dense.
+RepeatedCombineDense = Callable[[Tensor, Tensor, DispatchHandle, Tensor, Tensor], "tuple[Tensor, Tensor] | None"]
 # See Engine.repeat_of_permuted, Engine.repeat_of_permuted_cached and Engine.repeat_of_combine_permuted.
 RepeatedPermuted = Callable[
     [Tensor, "Tensor | None", Tensor, "Tensor | None"],

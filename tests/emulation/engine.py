@@ -40,7 +40,7 @@ def install(module_path: str) -> None:
     for make in ("counts", "tables"):
         setattr(plan_type, make, partialmethod(_on_first_device, getattr(plan_type, make)))
     sys.modules["hybrid_ep._cuda"] = native
-    hybrid_ep._cuda = native
+    hybrid_ep._cuda = kernels.native = native
 
     stream = SimpleNamespace(cuda_stream=0)
     fakes = {
@@ -80,9 +80,7 @@ def install(module_path: str) -> None:
 
 def local_kernels() -> AbstractContextManager[object]:
     """Inside, tensors of the CPU take the kernels that need no other rank, and not their torch form."""
-    return mock.patch.multiple(
-        kernels, native=hybrid_ep._cuda, run_on=lambda _: True, place_of=lambda _: {"device": 0, "stream": 0}
-    )
+    return mock.patch.multiple(kernels, run_on=lambda _: True, place_of=lambda _: {"device": 0, "stream": 0})
 
 
 def _on_first_device(plan: Any, make: Any, memory: Any, address: int, _: Any) -> Any:

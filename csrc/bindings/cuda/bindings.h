@@ -25,6 +25,7 @@ void add_permuted_calls(pybind11::module_& module);
 void add_push_rows(pybind11::module_& module);
 void add_route_memory(pybind11::module_& module);
 void add_slot_pool(pybind11::module_& module);
+void add_topk_probs(pybind11::module_& module);
 
 // The kernels in a capsule that another module has passed; with None, this module's kernels.
 LinkKernels link_kernels_of(const pybind11::object& capsule);

@@ -7,6 +7,7 @@
 #include "bindings/cuda/current_stream.h"
 #include "bindings/cuda/fast_call.h"
 #include "bindings/cuda/new_tensor.h"
+#include "bindings/cuda/topk_probs.h"
 #include "common/capture.h"
 #include "common/device_guard.h"
 #include "kernels/launch.h"
@@ -16,8 +17,6 @@ namespace {
 
 namespace py = pybind11;
 
-py::object dtype(const char* name) { return py::module_::import("torch").attr(name); }
-
 // The results of get_dispatch_layout, of one shape.
 class LayoutCounts {
  public:
@@ -26,9 +25,9 @@ class LayoutCounts {
       : params_{nullptr, nullptr, nullptr, num_tokens, num_topk, num_experts, num_ranks, num_ranks_per_domain},
         num_totals_(num_ranks + num_ranks / num_ranks_per_domain + num_experts),
         stride_((num_totals_ + kAlign - 1) / kAlign * kAlign),
-        make_totals_({num_totals_}, {1}, dtype("int32"), device, by_python),
-        make_chunk_({kTotalsOfChunk * stride_}, {1}, dtype("int32"), device, by_python),
-        make_in_rank_({num_tokens, num_ranks}, {num_ranks, 1}, dtype("bool"), device, by_python),
+        make_totals_({num_totals_}, {1}, dtype_of("int32"), device, by_python),
+        make_chunk_({kTotalsOfChunk * stride_}, {1}, dtype_of("int32"), device, by_python),
+        make_in_rank_({num_tokens, num_ranks}, {num_ranks, 1}, dtype_of("bool"), device, by_python),
         device_(device_index),
         stream_(device_index, std::move(current_stream)) {}
 
@@ -100,55 +99,6 @@ class LayoutCounts {
   int64_t num_taken_ = 0;
 };
 
-// Weights in the columns of top-k indices as probabilities of all experts, and back.
-class TopkProbs {
- public:
-  TopkProbs(int num_topk, int num_experts, const py::object& device, int device_index, py::object current_stream,
-            bool by_python)
-      : num_topk_(num_topk),
-        num_experts_(num_experts),
-        make_weights_({0, num_topk}, {num_topk, 1}, dtype("float32"), device, by_python),
-        make_probs_({0, num_experts}, {num_experts, 1}, dtype("float32"), device, by_python),
-        device_(device_index),
-        stream_(device_index, std::move(current_stream)) {}
-
-  // Take top-k indices, and weights or probabilities. The columns of one expert are summed, or have equal values.
-  py::object sum_weights(FastArguments arguments) const { return to_probs(arguments, /*adds_columns=*/true); }
-  py::object place_weights(FastArguments arguments) const { return to_probs(arguments, /*adds_columns=*/false); }
-  py::object to_weights(FastArguments arguments) const {
-    const int num_tokens = num_rows(arguments[0]);
-    uintptr_t weights_at = 0;
-    py::object weights = make_weights_.make_rows(num_tokens, &weights_at);
-    const DeviceGuard guard(device_);
-    launch_probs_to_weights({pointer<int64_t>(address_of(arguments[0])), pointer<float>(weights_at),
-                             pointer<float>(address_of(arguments[1])), num_tokens, num_topk_, num_experts_, false},
-                            stream_.get());
-    return weights;
-  }
-
- private:
-  static int num_rows(PyObject* tensor) {
-    const Py_ssize_t num = PyObject_Size(tensor);
-    if (num < 0) throw py::error_already_set();
-    return static_cast<int>(num);
-  }
-  py::object to_probs(FastArguments arguments, bool adds_columns) const {
-    const int num_tokens = num_rows(arguments[0]);
-    uintptr_t probs_at = 0;
-    py::object probs = make_probs_.make_rows(num_tokens, &probs_at);
-    const DeviceGuard guard(device_);
-    launch_weights_to_probs({pointer<int64_t>(address_of(arguments[0])), pointer<float>(address_of(arguments[1])),
-                             pointer<float>(probs_at), num_tokens, num_topk_, num_experts_, adds_columns},
-                            stream_.get());
-    return probs;
-  }
-
-  int num_topk_, num_experts_;
-  NewTensor make_weights_, make_probs_;
-  int device_;
-  CurrentStream stream_;
-};
-
 }  // namespace
 
 void add_local_kernels(py::module_& module) {
@@ -158,13 +108,6 @@ void add_local_kernels(py::module_& module) {
            py::arg("num_ranks_per_domain"), py::arg("device"), py::arg("device_index"), py::arg("current_stream"),
            py::arg("by_python") = false)
       .def_property_readonly("call", &fast_call<&LayoutCounts::call, 1>);
-  py::class_<TopkProbs>(module, "TopkProbs")
-      .def(py::init<int, int, const py::object&, int, py::object, bool>(), py::kw_only(), py::arg("num_topk"),
-           py::arg("num_experts"), py::arg("device"), py::arg("device_index"), py::arg("current_stream"),
-           py::arg("by_python") = false)
-      .def_property_readonly("sum_weights", &fast_call<&TopkProbs::sum_weights, 2>)
-      .def_property_readonly("place_weights", &fast_call<&TopkProbs::place_weights, 2>)
-      .def_property_readonly("to_weights", &fast_call<&TopkProbs::to_weights, 2>);
   module.def(
       "can_run",
       [](int device) {

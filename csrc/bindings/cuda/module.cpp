@@ -34,6 +34,7 @@ PYBIND11_MODULE(_cuda, module) {
   hybrid_ep::bindings::add_ordered_launches(module);
   hybrid_ep::bindings::add_route_memory(module);
   hybrid_ep::bindings::add_slot_pool(module);
+  hybrid_ep::bindings::add_topk_probs(module);
   hybrid_ep::bindings::add_normal_calls(module);
   hybrid_ep::bindings::add_permuted_calls(module);
   hybrid_ep::bindings::add_low_latency(module);

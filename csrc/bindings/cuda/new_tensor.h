@@ -44,6 +44,9 @@ class OwnedTensor {
   TorchInterface::Handle handle_;
 };
 
+// torch's dtype of this name.
+inline pybind11::object dtype_of(const char* name) { return pybind11::module_::import("torch").attr(name); }
+
 // Makes tensors of one shape, dtype and device.
 class NewTensor {
  public:

@@ -9,6 +9,7 @@
 #include "bindings/cuda/new_tensor.h"
 #include "bindings/cuda/route_memory.h"
 #include "bindings/cuda/slot_tensors.h"
+#include "bindings/cuda/topk_probs.h"
 
 namespace hybrid_ep::bindings {
 namespace py = pybind11;
@@ -116,38 +117,48 @@ class RepeatedDispatchAlong {
   DispatchPlan plan_;
 };
 
-class RepeatedCombine {
+// What combines have in common.
+class CombineCalls {
  public:
-  RepeatedCombine(py::handle engine, const CombinePlan& plan, const NewTensor& make_out,
-                  const std::optional<NewTensor>& make_weights, const py::object& route_type)
+  CombineCalls(py::handle engine, const CombinePlan& plan, const NewTensor& make_out,
+               const std::optional<NewTensor>& make_weights, const py::object& route_type)
       : calls_(engine, route_type), plan_(plan), make_out_(make_out), make_weights_(make_weights) {}
 
-  // Takes rows, weights, two biases and the handle. Returns the sums of rows and of weights. None: as above.
-  py::object call(FastArguments arguments) const {
-    const uintptr_t rows = address_of(arguments[0]), weights = address_of(arguments[1]);
-    const uintptr_t bias_0 = address_of(arguments[2]), bias_1 = address_of(arguments[3]);
+  // What a launch needs of the handle.
+  struct Begun {
+    cudaStream_t stream;
+    RouteFields route;
+  };
+
+  // nullopt: the call is still to be made, in several steps. `addresses`: all that must be aligned.
+  std::optional<Begun> begin(uintptr_t addresses, py::handle handle) const {
     const py::object slots = calls_.slots();
     const std::optional<cudaStream_t> stream = slots.is_none() ? std::nullopt : calls_.begin();
-    const auto route = stream ? calls_.route_for(arguments[4], *stream) : std::nullopt;
-    if (!route || (rows | bias_0 | bias_1) % kRowAlignBytes != 0) return py::none();
+    const auto route = stream ? calls_.route_for(handle, *stream) : std::nullopt;
+    if (!route || addresses % kRowAlignBytes != 0) return std::nullopt;
     if (slot_bytes_for(plan_.widths, route->max_sent) > slots.cast<const SlotTensors&>().slot_bytes())
-      return py::none();
+      return std::nullopt;
+    return Begun{*stream, *route};
+  }
+  // Returns the sums of rows, and those of weights or None.
+  std::pair<py::object, py::object> launch(const Begun& begun, uintptr_t rows, uintptr_t weights, uintptr_t bias_0,
+                                           uintptr_t bias_1) const {
     uintptr_t out_at = 0, out_weights_at = 0;
-    const py::object out = make_out_.make(&out_at);
-    const py::object out_weights = make_weights_ ? make_weights_->make(&out_weights_at) : py::none();
+    py::object out = make_out_.make(&out_at);
+    py::object out_weights = make_weights_ ? make_weights_->make(&out_weights_at) : py::none();
     calls_.communicator.combine(plan_,
                                 {pointer<uint8_t>(rows),
-                                 route->num_recv,
+                                 begun.route.num_recv,
                                  pointer<float>(weights),
                                  {pointer<uint8_t>(bias_0), pointer<uint8_t>(bias_1)},
                                  pointer<uint8_t>(out_at),
                                  pointer<float>(out_weights_at),
-                                 pointer<int32_t>(route->address)},
-                                {}, route->number, *stream);
+                                 pointer<int32_t>(begun.route.address)},
+                                {}, begun.route.number, begun.stream);
     calls_.count();
-    calls_.count_traffic(route->num_from_away * plan_.widths.record_bytes());
+    calls_.count_traffic(begun.route.num_from_away * plan_.widths.record_bytes());
     calls_.end();
-    return py::make_tuple(out, out_weights);
+    return {std::move(out), std::move(out_weights)};
   }
 
  private:
@@ -155,6 +166,54 @@ class RepeatedCombine {
   CombinePlan plan_;
   NewTensor make_out_;
   std::optional<NewTensor> make_weights_;
+};
+
+// Combines of rows, and of weights in the columns of the top-k.
+class RepeatedCombine {
+ public:
+  RepeatedCombine(py::handle engine, const CombinePlan& plan, const NewTensor& make_out,
+                  const std::optional<NewTensor>& make_weights, const py::object& route_type)
+      : calls_(engine, plan, make_out, make_weights, route_type) {}
+
+  // Takes rows, weights, two biases and the handle. Returns the sums of rows and of weights. None: as above.
+  py::object call(FastArguments arguments) const {
+    const uintptr_t rows = address_of(arguments[0]), weights = address_of(arguments[1]);
+    const uintptr_t bias_0 = address_of(arguments[2]), bias_1 = address_of(arguments[3]);
+    const auto begun = calls_.begin(rows | bias_0 | bias_1, arguments[4]);
+    if (!begun) return py::none();
+    const auto [out, out_weights] = calls_.launch(*begun, rows, weights, bias_0, bias_1);
+    return py::make_tuple(out, out_weights);
+  }
+
+ private:
+  CombineCalls calls_;
+};
+
+// Combines of rows, and of probabilities of experts.
+class RepeatedDenseCombine {
+ public:
+  // `received` and `sent`: of the experts of received and of sent rows.
+  RepeatedDenseCombine(py::handle engine, const CombinePlan& plan, const NewTensor& make_out,
+                       const NewTensor& make_weights, const py::object& route_type, const TopkProbs& received,
+                       const TopkProbs& sent)
+      : calls_(engine, plan, make_out, make_weights, route_type), received_(received), sent_(sent) {}
+
+  // Takes rows, probabilities, the handle, and top-k indices of received and of sent rows. Returns the sums of rows and
+  // of probabilities. None: as above.
+  py::object call(FastArguments arguments) const {
+    const uintptr_t rows = address_of(arguments[0]);
+    const auto begun = calls_.begin(rows, arguments[2]);
+    if (!begun) return py::none();
+    PyObject* const received[] = {arguments[3], arguments[1]};
+    const py::object weights = received_.to_weights(received);
+    const auto [out, out_weights] = calls_.launch(*begun, rows, address_of(weights), 0, 0);
+    PyObject* const sent[] = {arguments[4], out_weights.ptr()};
+    return py::make_tuple(out, sent_.place_weights(sent));
+  }
+
+ private:
+  CombineCalls calls_;
+  TopkProbs received_, sent_;
 };
 
 }  // namespace
@@ -175,6 +234,12 @@ void add_normal_calls(py::module_& module) {
                     const py::object&>(),
            py::arg("engine"), py::arg("plan"), py::arg("make_out"), py::arg("make_weights"), py::arg("route_type"))
       .def_property_readonly("call", &fast_call<&RepeatedCombine::call, 5>);
+  py::class_<RepeatedDenseCombine>(module, "RepeatedDenseCombine")
+      .def(py::init<py::handle, const CombinePlan&, const NewTensor&, const NewTensor&, const py::object&,
+                    const TopkProbs&, const TopkProbs&>(),
+           py::arg("engine"), py::arg("plan"), py::arg("make_out"), py::arg("make_weights"), py::arg("route_type"),
+           py::arg("received"), py::arg("sent"))
+      .def_property_readonly("call", &fast_call<&RepeatedDenseCombine::call, 5>);
 }
 
 }  // namespace hybrid_ep::bindings

@@ -11,8 +11,7 @@
 #include "bindings/cuda/new_tensor.h"
 #include "bindings/cuda/route_memory.h"
 #include "bindings/cuda/slot_tensors.h"
-#include "common/device_guard.h"
-#include "kernels/launch.h"
+#include "bindings/cuda/topk_probs.h"
 
 namespace hybrid_ep::bindings {
 namespace py = pybind11;
@@ -199,12 +198,12 @@ class RepeatedPermutedDispatchAlong {
 class RepeatedPermutedCombine {
  public:
   // `make_sums` and `make_weights` make what the experts' kernel writes, for any number of rows. Without probabilities,
-  // all but `make_sums` and `make_out` are nullopt. `make_dense`: sums of probabilities are returned for all experts,
+  // all but `make_sums` and `make_out` are nullopt. `dense`: sums of probabilities are returned for all experts,
   // otherwise in the columns of the top-k.
   RepeatedPermutedCombine(py::handle engine, const CombinePlan& plan, const NewTensor& make_sums,
                           const std::optional<NewTensor>& make_weights, const NewTensor& make_out,
-                          const std::optional<NewTensor>& make_out_weights, const std::optional<NewTensor>& make_dense,
-                          int device, const py::tuple& types)
+                          const std::optional<NewTensor>& make_out_weights, const std::optional<TopkProbs>& dense,
+                          const py::tuple& types)
       : types_(types),
         calls_(engine, types_.route),
         plan_(plan),
@@ -212,8 +211,7 @@ class RepeatedPermutedCombine {
         make_weights_(make_weights),
         make_out_(make_out),
         make_out_weights_(make_out_weights),
-        make_dense_(make_dense),
-        device_(device) {}
+        dense_(dense) {}
 
   // Takes rows, probabilities, the PermuteHandle and its top-k indices, which only sums for all experts need. Returns
   // the sums of rows, and those of probabilities.
@@ -229,7 +227,7 @@ class RepeatedPermutedCombine {
     if (!route) return py::none();
     if (slot_bytes_for(plan_.widths, route->max_sent) > slots.cast<const SlotTensors&>().slot_bytes())
       return py::none();
-    uintptr_t sums_at = 0, weights_at = 0, out_at = 0, out_weights_at = 0, dense_at = 0;
+    uintptr_t sums_at = 0, weights_at = 0, out_at = 0, out_weights_at = 0;
     const py::object sums = make_sums_.make_rows(route->num_recv, &sums_at);
     const py::object weights = make_weights_ ? make_weights_->make_rows(route->num_recv, &weights_at) : py::none();
     const py::object out = make_out_.make(&out_at);
@@ -248,14 +246,9 @@ class RepeatedPermutedCombine {
     calls_.count();
     calls_.count_traffic(route->num_from_away * plan_.widths.record_bytes());
     calls_.end();
-    if (!make_dense_) return py::make_tuple(out, out_weights);
-    const py::object dense = make_dense_->make(&dense_at);
-    const DeviceGuard guard(device_);
-    launch_weights_to_probs({pointer<int64_t>(address_of(arguments[3])), pointer<float>(out_weights_at),
-                             pointer<float>(dense_at), plan_.num_tokens, plan_.num_topk, plan_.num_experts,
-                             /*adds_columns=*/true},
-                            *stream);
-    return py::make_tuple(out, dense);
+    if (!dense_) return py::make_tuple(out, out_weights);
+    PyObject* const sent[] = {arguments[3], out_weights.ptr()};
+    return py::make_tuple(out, dense_->sum_weights(sent));
   }
 
  private:
@@ -265,8 +258,8 @@ class RepeatedPermutedCombine {
   NewTensor make_sums_;
   std::optional<NewTensor> make_weights_;
   NewTensor make_out_;
-  std::optional<NewTensor> make_out_weights_, make_dense_;
-  int device_;
+  std::optional<NewTensor> make_out_weights_;
+  std::optional<TopkProbs> dense_;
 };
 
 }  // namespace
@@ -285,9 +278,9 @@ void add_permuted_calls(py::module_& module) {
       .def_property_readonly("call", &fast_call<&RepeatedPermutedDispatchAlong::call, 3>);
   py::class_<RepeatedPermutedCombine>(module, "RepeatedPermutedCombine")
       .def(py::init<py::handle, const CombinePlan&, const NewTensor&, OptionalTensor, const NewTensor&, OptionalTensor,
-                    OptionalTensor, int, const py::tuple&>(),
+                    const std::optional<TopkProbs>&, const py::tuple&>(),
            py::arg("engine"), py::arg("plan"), py::arg("make_sums"), py::arg("make_weights"), py::arg("make_out"),
-           py::arg("make_out_weights"), py::arg("make_dense"), py::arg("device"), py::arg("types"))
+           py::arg("make_out_weights"), py::arg("dense"), py::arg("types"))
       .def_property_readonly("call", &fast_call<&RepeatedPermutedCombine::call, 4>);
 }
 

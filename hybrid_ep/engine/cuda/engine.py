@@ -42,6 +42,7 @@ from hybrid_ep.engine.calls import (
     LowLatencyHandle,
     Permuted,
     PermuteHandle,
+    RepeatedCombineDense,
     RepeatedLowLatencyCombine,
     RepeatedLowLatencyDispatch,
     RepeatedPermuted,
@@ -65,6 +66,7 @@ from hybrid_ep.engine.cuda.repeated import (
     RepeatedDispatchAlong,
     repeat_along,
     repeat_combine,
+    repeat_combine_dense,
     repeat_dispatch,
     repeat_permuted,
     repeat_permuted_along,
@@ -223,6 +225,11 @@ class CudaEngine(Engine):
 
     def repeat_of_combine(self, request: CombineRequest, handle: DispatchHandle) -> RepeatedCombine:
         return repeat_combine(self, request, handle)
+
+    def repeat_of_combine_dense(
+        self, request: CombineRequest, handle: DispatchHandle, num_received: int
+    ) -> RepeatedCombineDense:
+        return repeat_combine_dense(self, request, handle, num_received)
 
     def dispatch_permuted(self, request: DispatchRequest) -> Permuted:
         rows, routing = request.rows, request.routing

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hybrid_ep import _cuda
+from hybrid_ep.core.layout import topk_probs
 from hybrid_ep.engine.calls import (
     CachedDispatchRequest,
     CombineRequest,
@@ -21,6 +22,7 @@ from hybrid_ep.engine.calls import (
     DispatchHandle,
     DispatchRequest,
     PermuteHandle,
+    RepeatedCombineDense,
     RepeatedPermuted,
     RepeatedPermutedAlong,
     RepeatedUnpermute,
@@ -47,6 +49,7 @@ __all__ = [
     "RepeatedDispatchAlong",
     "repeat_along",
     "repeat_combine",
+    "repeat_combine_dense",
     "repeat_dispatch",
     "repeat_permuted",
     "repeat_permuted_along",
@@ -161,6 +164,27 @@ def repeat_combine(engine: CudaEngine, request: CombineRequest, handle: Dispatch
     return RepeatedCombine(engine, request, native)
 
 
+def repeat_combine_dense(
+    engine: CudaEngine, request: CombineRequest, handle: DispatchHandle, num_received: int
+) -> RepeatedCombineDense:
+    """See `Engine.repeat_of_combine_dense`."""
+    shape = combine_shape_of(request, handle)
+    key = "dense", shape, num_received
+    native: _cuda.RepeatedDenseCombine | None = engine._repeated.get(key)
+    if native is None:
+        received, sent = (_topk_probs(engine, shape.num_topk, num) for num in (num_received, shape.num_experts))
+        native = _cuda.RepeatedDenseCombine(
+            engine, plan_combine(shape), *results_of(shape, engine.device), Route, received, sent
+        )
+        engine._repeated.add(key, native)
+    return native.call
+
+
+def _topk_probs(engine: CudaEngine, num_topk: int, num_experts: int) -> _cuda.TopkProbs:
+    assert engine.device is not None
+    return topk_probs(num_topk, num_experts, engine.device, engine._index)
+
+
 # Of which the handles of permuted dispatches are made.
 _TYPES = Route, DispatchHandle, PermuteState, PermuteHandle
 
@@ -231,8 +255,7 @@ def repeat_unpermute(
             _new(engine, 0, shape.num_topk) if has_probs else None,
             make_out,
             make_out_weights if has_probs else None,
-            _new(engine, shape.num_tokens, shape.num_experts) if has_probs and is_dense else None,
-            engine._index,
+            _topk_probs(engine, shape.num_topk, shape.num_experts) if has_probs and is_dense else None,
             _TYPES,
         )
         engine._repeated.add(key, native)
