@@ -300,7 +300,7 @@ class RouteMemory:
     def clear(self) -> None:
         """Drops the chunks. Their pieces stay as they are."""
 
-_Dispatched = tuple[Tensor, Tensor | None, Tensor, Tensor | None, list[int] | None, DispatchHandle]
+_Dispatched = tuple[Tensor, Tensor | None, Tensor, Tensor | None, list[int] | None, DispatchHandle, Tensor | None]
 
 class RepeatedDispatch:
     """Keeps neither `engine`, nor what calls take."""
@@ -312,6 +312,7 @@ class RepeatedDispatch:
         bound: int | None,
         max_rows: int,
         counts_at: int,
+        returns_topk: bool,
         grid: RankGrid,
         route_type: type[Route],
         handle_type: type[DispatchHandle],

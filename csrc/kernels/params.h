@@ -79,6 +79,7 @@ struct DispatchParams : CommonDispatchParams {
   int32_t* dst_row;      // [T, R] row at r, expert-major output only, or −1
   int32_t* rank_prefix;  // [R, R] rows that ranks 0…i send to j
   // Written unless the route is read.
+  int64_t* kept_topk_idx;          // [T, K] a copy for the handle, for the caller may overwrite topk_idx
   int32_t* expert_row;             // [T, K] scratch, expert-major output only: row of each copy at its rank, or −1
   int32_t* num_tokens_per_expert;  // [LE], padding included
   int64_t* returned_counts;        // [LE] the same for the caller, expert-major output only

@@ -16,7 +16,8 @@ struct RouteLayout {
   int64_t num_tokens_per_expert;  // [LE]; expert-major: [2, LE], with padding, then without
   int64_t returned_counts;        // [LE] int64, with padding, expert-major only
   int64_t overflow;               // [1], expert-major only
-  int64_t expert_row;             // [T, K]
+  int64_t topk_idx;               // [T, K] int64, as the caller gave them
+  int64_t expert_row;             // [T, K], expert-major only
   int64_t num_ints;
 };
 
@@ -24,6 +25,7 @@ struct RouteLayout {
 inline RouteLayout make_route_layout(int num_ranks, int num_tokens, int num_local_experts, int num_topk,
                                      bool is_permuted) {
   const int64_t cells = static_cast<int64_t>(num_tokens) * num_ranks;
+  const int64_t columns = static_cast<int64_t>(num_tokens) * num_topk;
   RouteLayout layout{};
   Offsets offsets(sizeof(int64_t) / sizeof(int32_t));
   layout.rank_prefix = offsets.append(num_ranks * num_ranks);
@@ -33,7 +35,8 @@ inline RouteLayout make_route_layout(int num_ranks, int num_tokens, int num_loca
   layout.num_tokens_per_expert = offsets.append((is_permuted ? 2 : 1) * num_local_experts);
   layout.returned_counts = offsets.append(is_permuted ? 2 * num_local_experts : 0);
   layout.overflow = offsets.append(is_permuted ? 1 : 0);
-  layout.expert_row = offsets.append(static_cast<int64_t>(num_tokens) * num_topk);
+  layout.topk_idx = offsets.append(2 * columns);
+  layout.expert_row = offsets.append(is_permuted ? columns : 0);
   layout.num_ints = offsets.end();
   return layout;
 }

@@ -242,7 +242,8 @@ uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors&
   params.returned_counts = reinterpret_cast<int64_t*>(part(is_new && is_permuted, plan.route.returned_counts));
   params.overflow = part(is_new && is_permuted, plan.route.overflow);
   params.reports_overflow = !plan.call.drops_rows;
-  params.expert_row = part(is_new, plan.route.expert_row);
+  params.kept_topk_idx = reinterpret_cast<int64_t*>(part(is_new, plan.route.topk_idx));
+  params.expert_row = part(is_new && is_permuted, plan.route.expert_row);
   const int counter_bytes =
       is_new ? (kDispatchThreads / 32 + 2) * params.num_experts * static_cast<int>(sizeof(int)) : 0;
   const LaunchShape shape =

@@ -42,9 +42,11 @@ READS = {
 ROWS = "handle", "num_rows", "x", "topk_weights"
 
 
-# What a repeated dispatch returns: rows, scales, experts and weights that arrived, counts on the host, and the handles.
-# None: nothing has been done.
-_Sent = tuple[Tensor, "Tensor | None", "Tensor | None", "Tensor | None", Any, DispatchHandle, "PermuteHandle | None"]
+# What a repeated dispatch returns: rows, scales, experts and weights that arrived, counts on the host, the handle, a
+# copy of the top-k indices if it is wanted, and the handle of rows by expert. None: nothing has been done.
+_Sent = tuple[
+    Tensor, "Tensor | None", "Tensor | None", "Tensor | None", Any, DispatchHandle, Any, "PermuteHandle | None"
+]
 _Send = Callable[[Tensor, "Tensor | None", Tensor, "Tensor | None"], "_Sent | None"]
 
 
@@ -59,7 +61,7 @@ def repeat_dispatch(
         copies_topk: whether handles have a copy of the routing.
     """
     parts = parts_of_repeat(x)
-    send = _by_expert(buffer, request) if request.pad_multiple else _by_source(buffer, request)
+    send = _by_expert(buffer, request) if request.pad_multiple else _by_source(buffer, request, copies_topk)
     if parts is None or send is None:
         return None
     taken, tokens = parts
@@ -70,8 +72,8 @@ def repeat_dispatch(
     return Repeat(call, takes, (tokens, 2, 3, 4, EventOverlap))
 
 
-def _by_source(buffer: ElasticCalls, request: DispatchRequest) -> _Send | None:
-    repeat = buffer.engine.repeat_of(request)
+def _by_source(buffer: ElasticCalls, request: DispatchRequest, copies_topk: bool) -> _Send | None:
+    repeat = buffer.engine.repeat_of(request, returns_topk=copies_topk)
     return None if repeat is None else functools.partial(_send_by_source, repeat.call)
 
 
@@ -89,8 +91,8 @@ def _send_by_expert(call: Callable[..., Any], *arguments: Any) -> _Sent | None:
     made = call(*arguments)
     if made is None:
         return None
-    rows, scales, probs, counts, permute = made
-    return rows, scales, None, probs, counts, permute.dispatch, permute
+    rows, scales, probs, counts, permute, copied_topk = made
+    return rows, scales, None, probs, counts, permute.dispatch, copied_topk, permute
 
 
 def _dispatch(
@@ -108,14 +110,14 @@ def _dispatch(
     made = send(data, scales, topk_idx, topk_weights)
     if made is None:
         return None
-    rows, row_scales, recv_idx, recv_weights, counts, dispatch, permute = made
+    rows, row_scales, recv_idx, recv_weights, counts, dispatch, copied_topk, permute = made
     on_host: list[int] = []
     if bound is None:
         on_host = up_to(counts if isinstance(counts, list) else counts.tolist(), sizes["expert_alignment"])
     handle = EPHandle(
         **sizes,
         buffer=buffer,
-        topk_idx=topk_idx.clone() if copies_topk else topk_idx,
+        topk_idx=copied_topk if copies_topk else topk_idx,
         num_recv_tokens=dispatch.num_recv if bound is None else bound,
         num_recv_tokens_per_expert_list=on_host,
         counts=functools.partial(_counts_of, dispatch, sizes["expert_alignment"], permute is not None),

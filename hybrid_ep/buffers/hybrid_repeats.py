@@ -70,9 +70,9 @@ def _with_handle(
     made = call(data, scales, topk_idx, topk_weights)
     if made is None:
         return None
-    rows, row_scales, experts, weights, _, dispatch = made
+    rows, row_scales, experts, weights, _, dispatch, routing = made
     probs = None if weights is None else weights_to_probs(experts, weights, num_received)
-    handle = HybridHandle(topk_idx.clone(), experts, dispatch, buffer._sizes(0))
+    handle = HybridHandle(routing, experts, dispatch, buffer._sizes(0))
     return as_given(rows, as_bytes), probs, row_scales, handle
 
 
@@ -127,8 +127,8 @@ def _permuted(
     made = call(data, scales, topk_idx, topk_weights)
     if made is None:
         return None
-    rows, row_scales, probs, counts, permute = made
-    handle = PermutedHandle(topk_idx.clone(), permute, counts, buffer._sizes(pad_multiple))
+    rows, row_scales, probs, counts, permute, routing = made
+    handle = PermutedHandle(routing, permute, counts, buffer._sizes(pad_multiple))
     return as_given(rows, as_bytes), probs, row_scales, counts, handle
 
 

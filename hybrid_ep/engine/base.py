@@ -147,10 +147,11 @@ class Engine(abc.ABC):
             TransportError, TimeoutError: a rank was lost.
         """
 
-    def repeat_of(self, request: DispatchRequest) -> RepeatedDispatch | None:
+    def repeat_of(self, request: DispatchRequest, *, returns_topk: bool = False) -> RepeatedDispatch | None:
         """Local: returns a faster `dispatch` for other tensors of the same dtypes and shapes; None if there is none.
 
-        It takes rows, scales, top-k indices and top-k weights, all contiguous.
+        It takes rows, scales, top-k indices and top-k weights, all contiguous. Its `call` also returns a copy of these
+        indices if `returns_topk`: callers may overwrite theirs.
         """
         return None
 
@@ -203,8 +204,8 @@ class Engine(abc.ABC):
     def repeat_of_permuted(self, request: DispatchRequest) -> RepeatedPermuted | None:
         """Local: `repeat_of` for `dispatch_permuted`.
 
-        Takes rows, scales, top-k indices and weights, and returns rows, scales, probabilities, counts ``[LE]`` int64
-        and the handle; or None, and has done nothing.
+        Takes rows, scales, top-k indices and weights, and returns rows, scales, probabilities, counts ``[LE]`` int64,
+        the handle and a copy of the top-k indices; or None, and has done nothing.
         """
         return None
 

@@ -445,7 +445,10 @@ class RepeatedDispatch(Protocol):
 
     @property
     def call(self) -> Callable[..., Any]:
-        """As the object, but it returns rows and scales as two entries. None: nothing has been done."""
+        """As the object, but it returns rows and scales as two entries, and last the copy of the top-k indices.
+
+        None: nothing has been done.
+        """
 
     def __call__(
         self, data: Tensor, scales: Tensor | None, topk_idx: Tensor, topk_weights: Tensor | None, /
@@ -497,7 +500,7 @@ RepeatedCombineDense = Callable[[Tensor, Tensor, DispatchHandle, Tensor, Tensor]
 # See Engine.repeat_of_permuted, Engine.repeat_of_permuted_cached and Engine.repeat_of_combine_permuted.
 RepeatedPermuted = Callable[
     [Tensor, "Tensor | None", Tensor, "Tensor | None"],
-    "tuple[Tensor, Tensor | None, Tensor | None, Tensor, PermuteHandle] | None",
+    "tuple[Tensor, Tensor | None, Tensor | None, Tensor, PermuteHandle, Tensor] | None",
 ]
 RepeatedPermutedAlong = Callable[[Tensor, "Tensor | None", PermuteHandle], "tuple[Tensor, Tensor | None] | None"]
 RepeatedUnpermute = Callable[

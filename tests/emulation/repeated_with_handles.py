@@ -268,6 +268,7 @@ def check_elastic_calls() -> None:
             assert handle.num_unaligned_recv_tokens_per_expert.tolist() == per_expert
             assert handle.num_unaligned_recv_tokens_per_expert is handle.num_unaligned_recv_tokens_per_expert
             copied = handle.topk_idx.data_ptr() != inputs.topk_idx.data_ptr()
+            equal(handle.topk_idx, inputs.topk_idx, "top-k indices of the handle")
             return [*combined[:2], copied, handle.num_sms, handle.num_recv_tokens_per_expert_list]
 
         for do_expand in False, True:

@@ -16,6 +16,7 @@
 #include "bindings/cuda/bindings.h"
 #include "bindings/cuda/ordered_launches.h"
 #include "bindings/cuda/route_memory.h"
+#include "bindings/cuda/tensors.h"
 #include "common/capture.h"
 
 namespace hybrid_ep::bindings {
@@ -77,7 +78,8 @@ class EngineCalls {
         traffic_(engine.attr("traffic")),
         route_type_(route_type),
         launches_(engine.attr("_order").cast<OrderedLaunches&>()),
-        number_(engine.attr("number").cast<int>()) {}
+        number_(engine.attr("number").cast<int>()),
+        device_(engine.attr("_index").cast<int>()) {}
 
   Communicator& communicator;
   RouteMemory& routes;
@@ -131,6 +133,11 @@ class EngineCalls {
     return make_named(route_type_, piece.chunk, piece.address, counts_at, num_recv, max_recv, max_sent, num_sent_away,
                       num_from_away, number, reinterpret_cast<uintptr_t>(stream));
   }
+  // The copy of the caller's top-k indices that a dispatch writes to its route.
+  pybind11::object topk_of(const RouteMemory::Piece& piece, const DispatchPlan& plan) const {
+    const uintptr_t address = piece.address + plan.route.topk_idx * sizeof(int32_t);
+    return make_tensor(address, {plan.num_tokens, plan.num_topk}, {kInt, 64}, device_, [memory = piece.memory] {});
+  }
   // `communicator` as Python has it.
   pybind11::object own_communicator() const { return engine_.attr("_communicator"); }
   static bool is_of(pybind11::handle object, const pybind11::object& type) {
@@ -148,7 +155,7 @@ class EngineCalls {
   pybind11::handle engine_;
   pybind11::object traffic_, route_type_;
   OrderedLaunches& launches_;
-  int number_;
+  int number_, device_;
   pybind11::str num_calls_ = "num_calls", within_ = "within_domain", slots_now_ = "slots_now";
 };
 

@@ -20,18 +20,20 @@ class RepeatedDispatch {
  public:
   // Without a bound each call waits for its counts. `max_rows`: the most rows of any rank, with a bound.
   RepeatedDispatch(py::handle engine, const DispatchPlan& plan, std::optional<int> bound, int max_rows,
-                   int64_t counts_at, py::object grid, const py::object& route_type, py::object handle_type)
+                   int64_t counts_at, bool returns_topk, py::object grid, const py::object& route_type,
+                   py::object handle_type)
       : calls_(engine, route_type),
         plan_(plan),
         bound_(bound),
         max_rows_(max_rows),
         slot_bytes_(slot_bytes_for(plan.format.widths(), max_rows)),
         counts_at_(counts_at),
+        returns_topk_(returns_topk),
         grid_(std::move(grid)),
         handle_type_(std::move(handle_type)) {}
 
-  // Takes rows, scales, top-k indices and weights. Returns rows, scales, top-k indices and weights, counts and the
-  // handle. None: the call is still to be made, in several steps.
+  // Takes rows, scales, top-k indices and weights. Returns rows, scales, top-k indices and weights, counts, the handle,
+  // and a copy of the given top-k indices or None. None: the call is still to be made, in several steps.
   py::object call(FastArguments arguments) {
     const py::object slots = calls_.slots();
     const std::optional<cudaStream_t> stream = slots.is_none() ? std::nullopt : calls_.begin();
@@ -53,7 +55,7 @@ class RepeatedDispatch {
     const SlotResults made = slot->tensors(plan_, *bound_, piece.memory, piece.address);
     calls_.end();
     const py::object route = calls_.make_route(piece, counts_at_, *bound_, max_rows_, max_rows_, 0, 0, number, stream);
-    return result(made, py::none(), *bound_, route);
+    return result(made, py::none(), *bound_, piece, route);
   }
 
   py::object waiting(SlotTensors& slots, const DispatchTensors& given, const RouteMemory::Piece& piece,
@@ -69,13 +71,15 @@ class RepeatedDispatch {
                                                found->num_sent_away, found->num_recv - found->num_kept, number, stream);
     py::list counts(found->num_tokens_per_expert.size());
     for (size_t e = 0; e < counts.size(); ++e) counts[e] = py::int_(found->num_tokens_per_expert[e]);
-    return result(made, counts, found->num_recv, route);
+    return result(made, counts, found->num_recv, piece, route);
   }
 
-  py::object result(const SlotResults& made, const py::object& counts, int num_recv, const py::object& route) const {
+  py::object result(const SlotResults& made, const py::object& counts, int num_recv, const RouteMemory::Piece& piece,
+                    const py::object& route) const {
     const py::object handle = make_named(handle_type_, made.rank_prefix, plan_.num_tokens, num_recv, plan_.num_experts,
                                          plan_.num_topk, grid_, route);
-    return py::make_tuple(made.rows, made.scales, made.experts, made.weights, counts, handle);
+    const py::object topk_idx = returns_topk_ ? calls_.topk_of(piece, plan_) : py::none();
+    return py::make_tuple(made.rows, made.scales, made.experts, made.weights, counts, handle, topk_idx);
   }
 
   EngineCalls calls_;
@@ -83,6 +87,7 @@ class RepeatedDispatch {
   std::optional<int> bound_;
   int max_rows_;
   int64_t slot_bytes_, counts_at_;
+  bool returns_topk_;
   py::object grid_, handle_type_;
 };
 
@@ -220,10 +225,10 @@ class RepeatedDenseCombine {
 
 void add_normal_calls(py::module_& module) {
   py::class_<RepeatedDispatch>(module, "RepeatedDispatch")
-      .def(py::init<py::handle, const DispatchPlan&, std::optional<int>, int, int64_t, py::object, const py::object&,
-                    py::object>(),
+      .def(py::init<py::handle, const DispatchPlan&, std::optional<int>, int, int64_t, bool, py::object,
+                    const py::object&, py::object>(),
            py::arg("engine"), py::arg("plan"), py::arg("bound"), py::arg("max_rows"), py::arg("counts_at"),
-           py::arg("grid"), py::arg("route_type"), py::arg("handle_type"))
+           py::arg("returns_topk"), py::arg("grid"), py::arg("route_type"), py::arg("handle_type"))
       .def_property_readonly("call", &fast_call<&RepeatedDispatch::call, 4>);
   py::class_<RepeatedDispatchAlong>(module, "RepeatedDispatchAlong")
       .def(py::init<py::handle, const DispatchPlan&, const py::object&>(), py::arg("engine"), py::arg("plan"),

@@ -64,7 +64,8 @@ class RepeatedPermutedDispatch {
         make_counts_(make_counts),
         grid_(std::move(grid)) {}
 
-  // Takes rows, scales, top-k indices and weights. Returns rows, scales, probabilities, counts and the PermuteHandle.
+  // Takes rows, scales, top-k indices and weights. Returns rows, scales, probabilities, counts, the PermuteHandle, and
+  // a copy of the given top-k indices.
   py::object call(FastArguments arguments) {
     const py::object slots = calls_.slots();
     const std::optional<cudaStream_t> stream = slots.is_none() ? std::nullopt : calls_.begin();
@@ -129,7 +130,7 @@ class RepeatedPermutedDispatch {
     const py::object state = types_.permute_state(kept.chunk, kept.address, calls_.own_communicator());
     const py::object handle =
         make_named(types_.permute, dispatch, counts, sizes.num_rows, plan_.pad_multiple, state, made.overflow);
-    return py::make_tuple(made.rows, scales, probs, counts, handle);
+    return py::make_tuple(made.rows, scales, probs, counts, handle, calls_.topk_of(piece, plan_));
   }
   py::object counts_of(const std::vector<int32_t>& on_host) const {
     uintptr_t address = 0;

@@ -33,6 +33,8 @@ __device__ void count_tokens(const DispatchParams& params, const Range tokens, D
     }
   };
   const auto count_step = [&](int token, int64_t expert) {
+    const int64_t cell = static_cast<int64_t>(token) * num_topk + lanes.column;
+    if (is_there(token)) params.kept_topk_idx[cell] = expert;
     if (expert < -1 || expert >= params.num_experts) {
       refuse_expert(*params.domain.control[params.domain.rank], expert);
       expert = -1;
@@ -51,9 +53,7 @@ __device__ void count_tokens(const DispatchParams& params, const Range tokens, D
     if (is_leader && crossings >> lane == 1) rank_counts[rank] = slot + 1;
     __syncwarp();
     if (is_leader) params.send_slot[static_cast<int64_t>(token) * num_ranks + rank] = slot;
-    if (params.pad_multiple > 0 && is_there(token)) {
-      params.expert_row[static_cast<int64_t>(token) * num_topk + lanes.column] = row_offset;
-    }
+    if (params.pad_multiple > 0 && is_there(token)) params.expert_row[cell] = row_offset;
   };
   int64_t batch[kStepsPerBatch], next[kStepsPerBatch];
   const int tokens_per_batch = kStepsPerBatch * lanes.num_tokens;

@@ -77,7 +77,7 @@ class RepeatedDispatch:
         if made is None:
             routing = Routing(topk_idx, topk_weights, *self._of_routing)
             return self._engine.dispatch_in_steps(DispatchRequest(Rows(data, scales), routing, *self._of_request))
-        return made[:2], *made[2:]
+        return made[:2], *made[2:6]
 
 
 class RepeatedDispatchAlong:
@@ -121,22 +121,23 @@ class RepeatedCombine:
 # What makes the calls of a shape is kept in `engine._repeated`.
 
 
-def repeat_dispatch(engine: CudaEngine, request: DispatchRequest) -> RepeatedDispatch | None:
+def repeat_dispatch(engine: CudaEngine, request: DispatchRequest, returns_topk: bool) -> RepeatedDispatch | None:
     """See `Engine.repeat_of`."""
     # Handles and mappings have tensors, and differ from call to call.
     if request.again is not None or request.replicas is not None:
         return None
     grid, shape = engine.grid, shape_of(request, engine.grid)
-    native: _cuda.RepeatedDispatch | None = engine._repeated.get(shape)
+    key = shape, returns_topk
+    native: _cuda.RepeatedDispatch | None = engine._repeated.get(key)
     if native is None:
         planned = plan_dispatch(grid.rank, grid.num_ranks, shape)
         if planned.refusal is not None:
             return None
         plan, max_rows = planned.native, planned.max_rows
         native = _cuda.RepeatedDispatch(
-            engine, plan, request.bound, max_rows, plan.counts_at, grid, Route, DispatchHandle
+            engine, plan, request.bound, max_rows, plan.counts_at, returns_topk, grid, Route, DispatchHandle
         )
-        engine._repeated.add(shape, native)
+        engine._repeated.add(key, native)
     return RepeatedDispatch(engine, request, native)
 
 
