@@ -313,6 +313,7 @@ class RepeatedDispatch:
         max_rows: int,
         counts_at: int,
         returns_topk: bool,
+        dense: TopkProbs | None,
         grid: RankGrid,
         route_type: type[Route],
         handle_type: type[DispatchHandle],

@@ -279,7 +279,8 @@ class HybridEPBuffer(PermutedCalls):
         # A call that looks at the values of the indices does so each time.
         is_as_given = rows.scales is scaling_factor and routing.topk_idx is topk_idx and topk_idx.is_cuda
         if is_as_given and num_dispatched_tokens_tensor is None and are_packed(hidden, topk_weights):
-            repeat = repeat_dispatch(engine.repeat_of(wanted, returns_topk=True), experts[1] - experts[0], as_bytes)
+            again = engine.repeat_of(wanted, returns_topk=True, num_received=experts[1] - experts[0])
+            repeat = repeat_dispatch(again, as_bytes)
         result = engine.dispatch(wanted)
         if routing.has_topk:
             known = own(routing.topk_idx, topk_idx)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from hybrid_ep.buffers.hybrid_handles import HybridHandle, PermutedHandle
-from hybrid_ep.core.layout import weights_to_probs
 from hybrid_ep.core.repeatable import Repeat
 from hybrid_ep.engine.calls import (
     RepeatedCombine,
@@ -49,17 +48,16 @@ def as_given(data: Tensor, as_bytes: bool) -> Tensor:
     return data.view(torch.uint8) if as_bytes else data
 
 
-def repeat_dispatch(repeat: RepeatedDispatch | None, num_received: int, as_bytes: bool) -> Repeat | None:
-    """Of a dispatch that makes its route from top-k indices. `num_received`: experts whose probabilities arrive."""
+def repeat_dispatch(repeat: RepeatedDispatch | None, as_bytes: bool) -> Repeat | None:
+    """Of a dispatch that makes its route from top-k indices."""
     if repeat is None:
         return None
     takes = "self", "hidden", "scaling_factor", "topk_idx", "topk_weights"
-    return Repeat(functools.partial(_with_handle, repeat.call, num_received, as_bytes), takes, (0, 1, 2, 3))
+    return Repeat(functools.partial(_with_handle, repeat.call, as_bytes), takes, (0, 1, 2, 3))
 
 
 def _with_handle(
     call: Callable[..., Any],
-    num_received: int,
     as_bytes: bool,
     buffer: HybridArguments,
     data: Tensor,
@@ -70,8 +68,7 @@ def _with_handle(
     made = call(data, scales, topk_idx, topk_weights)
     if made is None:
         return None
-    rows, row_scales, experts, weights, _, dispatch, routing = made
-    probs = None if weights is None else weights_to_probs(experts, weights, num_received)
+    rows, row_scales, experts, probs, _, dispatch, routing = made
     handle = HybridHandle(routing, experts, dispatch, buffer._sizes(0))
     return as_given(rows, as_bytes), probs, row_scales, handle
 

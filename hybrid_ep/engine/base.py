@@ -147,11 +147,18 @@ class Engine(abc.ABC):
             TransportError, TimeoutError: a rank was lost.
         """
 
-    def repeat_of(self, request: DispatchRequest, *, returns_topk: bool = False) -> RepeatedDispatch | None:
+    def repeat_of(
+        self, request: DispatchRequest, *, returns_topk: bool = False, num_received: int | None = None
+    ) -> RepeatedDispatch | None:
         """Local: returns a faster `dispatch` for other tensors of the same dtypes and shapes; None if there is none.
 
-        It takes rows, scales, top-k indices and top-k weights, all contiguous. Its `call` also returns a copy of these
-        indices if `returns_topk`: callers may overwrite theirs.
+        It takes rows, scales, top-k indices and top-k weights, all contiguous.
+
+        Args:
+            request: of one of them.
+            returns_topk: `call` also returns a copy of the given top-k indices: callers may overwrite theirs.
+            num_received: `call` returns probabilities ``[N, num_received]`` in place of weights, sums of the columns
+                that name an expert. None: it returns weights.
         """
         return None
 

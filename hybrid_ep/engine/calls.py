@@ -445,9 +445,9 @@ class RepeatedDispatch(Protocol):
 
     @property
     def call(self) -> Callable[..., Any]:
-        """As the object, but it returns rows and scales as two entries, and last the copy of the top-k indices.
+        """As the object, but it returns rows and scales as two entries, and last a copy of the top-k indices or None.
 
-        None: nothing has been done.
+        It may return probabilities in place of weights. None: nothing has been done.
         """
 
     def __call__(

@@ -18,10 +18,11 @@ namespace {
 // Dispatches that make their route.
 class RepeatedDispatch {
  public:
-  // Without a bound each call waits for its counts. `max_rows`: the most rows of any rank, with a bound.
+  // Without a bound each call waits for its counts. `max_rows`: the most rows of any rank, with a bound. `dense`: makes
+  // probabilities of the experts of received rows, which are returned in place of weights.
   RepeatedDispatch(py::handle engine, const DispatchPlan& plan, std::optional<int> bound, int max_rows,
-                   int64_t counts_at, bool returns_topk, py::object grid, const py::object& route_type,
-                   py::object handle_type)
+                   int64_t counts_at, bool returns_topk, const std::optional<TopkProbs>& dense, py::object grid,
+                   const py::object& route_type, py::object handle_type)
       : calls_(engine, route_type),
         plan_(plan),
         bound_(bound),
@@ -29,11 +30,13 @@ class RepeatedDispatch {
         slot_bytes_(slot_bytes_for(plan.format.widths(), max_rows)),
         counts_at_(counts_at),
         returns_topk_(returns_topk),
+        dense_(dense),
         grid_(std::move(grid)),
         handle_type_(std::move(handle_type)) {}
 
-  // Takes rows, scales, top-k indices and weights. Returns rows, scales, top-k indices and weights, counts, the handle,
-  // and a copy of the given top-k indices or None. None: the call is still to be made, in several steps.
+  // Takes rows, scales, top-k indices and weights. Returns rows, scales, top-k indices, weights or probabilities,
+  // counts, the handle, and a copy of the given top-k indices or None. None: the call is still to be made, in several
+  // steps.
   py::object call(FastArguments arguments) {
     const py::object slots = calls_.slots();
     const std::optional<cudaStream_t> stream = slots.is_none() ? std::nullopt : calls_.begin();
@@ -79,7 +82,10 @@ class RepeatedDispatch {
     const py::object handle = make_named(handle_type_, made.rank_prefix, plan_.num_tokens, num_recv, plan_.num_experts,
                                          plan_.num_topk, grid_, route);
     const py::object topk_idx = returns_topk_ ? calls_.topk_of(piece, plan_) : py::none();
-    return py::make_tuple(made.rows, made.scales, made.experts, made.weights, counts, handle, topk_idx);
+    PyObject* const received[] = {made.experts.ptr(), made.weights.ptr()};
+    const bool is_dense = dense_ && !made.weights.is_none();
+    const py::object weights = is_dense ? dense_->sum_weights(received) : made.weights;
+    return py::make_tuple(made.rows, made.scales, made.experts, weights, counts, handle, topk_idx);
   }
 
   EngineCalls calls_;
@@ -88,6 +94,7 @@ class RepeatedDispatch {
   int max_rows_;
   int64_t slot_bytes_, counts_at_;
   bool returns_topk_;
+  std::optional<TopkProbs> dense_;
   py::object grid_, handle_type_;
 };
 
@@ -225,10 +232,10 @@ class RepeatedDenseCombine {
 
 void add_normal_calls(py::module_& module) {
   py::class_<RepeatedDispatch>(module, "RepeatedDispatch")
-      .def(py::init<py::handle, const DispatchPlan&, std::optional<int>, int, int64_t, bool, py::object,
-                    const py::object&, py::object>(),
+      .def(py::init<py::handle, const DispatchPlan&, std::optional<int>, int, int64_t, bool,
+                    const std::optional<TopkProbs>&, py::object, const py::object&, py::object>(),
            py::arg("engine"), py::arg("plan"), py::arg("bound"), py::arg("max_rows"), py::arg("counts_at"),
-           py::arg("returns_topk"), py::arg("grid"), py::arg("route_type"), py::arg("handle_type"))
+           py::arg("returns_topk"), py::arg("dense"), py::arg("grid"), py::arg("route_type"), py::arg("handle_type"))
       .def_property_readonly("call", &fast_call<&RepeatedDispatch::call, 4>);
   py::class_<RepeatedDispatchAlong>(module, "RepeatedDispatchAlong")
       .def(py::init<py::handle, const DispatchPlan&, const py::object&>(), py::arg("engine"), py::arg("plan"),

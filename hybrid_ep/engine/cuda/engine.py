@@ -197,8 +197,10 @@ class CudaEngine(Engine):
         handle = self._handle(sent, request.routing, output)
         return Dispatched(Rows(output.rows, output.scales), output.experts, output.weights, sent.reported, handle)
 
-    def repeat_of(self, request: DispatchRequest, *, returns_topk: bool = False) -> RepeatedDispatch | None:
-        return repeat_dispatch(self, request, returns_topk)
+    def repeat_of(
+        self, request: DispatchRequest, *, returns_topk: bool = False, num_received: int | None = None
+    ) -> RepeatedDispatch | None:
+        return repeat_dispatch(self, request, returns_topk, num_received)
 
     def dispatch_cached(self, request: CachedDispatchRequest, handle: DispatchHandle) -> Rows:
         return Rows(*self.repeat_of_cached(request, handle)(*request.rows, handle))

@@ -121,13 +121,15 @@ class RepeatedCombine:
 # What makes the calls of a shape is kept in `engine._repeated`.
 
 
-def repeat_dispatch(engine: CudaEngine, request: DispatchRequest, returns_topk: bool) -> RepeatedDispatch | None:
+def repeat_dispatch(
+    engine: CudaEngine, request: DispatchRequest, returns_topk: bool, num_received: int | None
+) -> RepeatedDispatch | None:
     """See `Engine.repeat_of`."""
     # Handles and mappings have tensors, and differ from call to call.
     if request.again is not None or request.replicas is not None:
         return None
     grid, shape = engine.grid, shape_of(request, engine.grid)
-    key = shape, returns_topk
+    key = shape, returns_topk, num_received
     native: _cuda.RepeatedDispatch | None = engine._repeated.get(key)
     if native is None:
         planned = plan_dispatch(grid.rank, grid.num_ranks, shape)
@@ -135,7 +137,16 @@ def repeat_dispatch(engine: CudaEngine, request: DispatchRequest, returns_topk: 
             return None
         plan, max_rows = planned.native, planned.max_rows
         native = _cuda.RepeatedDispatch(
-            engine, plan, request.bound, max_rows, plan.counts_at, returns_topk, grid, Route, DispatchHandle
+            engine,
+            plan,
+            request.bound,
+            max_rows,
+            plan.counts_at,
+            returns_topk,
+            None if num_received is None else _topk_probs(engine, shape.num_topk, num_received),
+            grid,
+            Route,
+            DispatchHandle,
         )
         engine._repeated.add(key, native)
     return RepeatedDispatch(engine, request, native)
