@@ -13,7 +13,9 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/cuda/address.h"
 #include "bindings/cuda/bindings.h"
+#include "bindings/cuda/fast_call.h"
 #include "bindings/cuda/ordered_launches.h"
 #include "bindings/cuda/route_memory.h"
 #include "bindings/cuda/tensors.h"
@@ -95,6 +97,24 @@ class EngineCalls {
     if (capture_of(stream).id != 0) return std::nullopt;
     launches_.order().begin(stream);
     return stream;
+  }
+  // What a dispatch that makes its route is launched with.
+  struct BegunDispatch {
+    pybind11::object slots;
+    DispatchTensors given;
+    RouteMemory::Piece piece;  // for its route
+    cudaStream_t stream;
+  };
+
+  // Of rows, scales, top-k indices and weights; nullopt: the call cannot be one call of C++.
+  std::optional<BegunDispatch> begin_dispatch(const DispatchPlan& plan, FastArguments arguments) const {
+    pybind11::object slots_now = slots();
+    const std::optional<cudaStream_t> stream = slots_now.is_none() ? std::nullopt : begin();
+    if (!stream) return std::nullopt;
+    auto piece = routes.take(plan.route.num_ints, reinterpret_cast<uintptr_t>(*stream), /*alone=*/false);
+    const DispatchTensors given = tensors_of(address_of(arguments[0]), address_of(arguments[2]),
+                                             address_of(arguments[3]), address_of(arguments[1]), piece.address);
+    return BegunDispatch{std::move(slots_now), given, std::move(piece), *stream};
   }
   // The route of a handle; nullopt: an engine of another kind has made it, or its memory belongs to another stream.
   std::optional<RouteFields> route_for(pybind11::handle handle, cudaStream_t stream) const {

@@ -38,19 +38,15 @@ class RepeatedDispatch {
   // counts, the handle, and a copy of the given top-k indices or None. None: the call is still to be made, in several
   // steps.
   py::object call(FastArguments arguments) {
-    const py::object slots = calls_.slots();
-    const std::optional<cudaStream_t> stream = slots.is_none() ? std::nullopt : calls_.begin();
-    if (!stream) return py::none();
-    const auto piece = calls_.routes.take(plan_.route.num_ints, reinterpret_cast<uintptr_t>(*stream), /*alone=*/false);
-    const DispatchTensors given = tensors_of(address_of(arguments[0]), address_of(arguments[2]),
-                                             address_of(arguments[3]), address_of(arguments[1]), piece.address);
-    auto& tensors = slots.cast<SlotTensors&>();
-    return bound_ ? bounded(tensors, given, piece, *stream) : waiting(tensors, given, piece, *stream);
+    const auto begun = calls_.begin_dispatch(plan_, arguments);
+    if (!begun) return py::none();
+    auto& slots = begun->slots.cast<SlotTensors&>();
+    return bound_ ? bounded(slots, *begun) : waiting(slots, *begun);
   }
 
  private:
-  py::object bounded(SlotTensors& slots, const DispatchTensors& given, const RouteMemory::Piece& piece,
-                     cudaStream_t stream) const {
+  py::object bounded(SlotTensors& slots, const EngineCalls::BegunDispatch& begun) const {
+    const auto& [_, given, piece, stream] = begun;
     if (slot_bytes_ > slots.slot_bytes()) return py::none();
     auto slot = slots.launch(calls_.communicator, plan_, given, kAbsent, stream);
     if (!slot) return py::none();
@@ -61,8 +57,8 @@ class RepeatedDispatch {
     return result(made, py::none(), *bound_, piece, route);
   }
 
-  py::object waiting(SlotTensors& slots, const DispatchTensors& given, const RouteMemory::Piece& piece,
-                     cudaStream_t stream) const {
+  py::object waiting(SlotTensors& slots, const EngineCalls::BegunDispatch& begun) const {
+    const auto& [_, given, piece, stream] = begun;
     auto slot = slots.launch(calls_.communicator, plan_, given, kAbsent, stream);
     if (!slot) return py::none();
     const int number = calls_.count();

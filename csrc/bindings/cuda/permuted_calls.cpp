@@ -67,14 +67,10 @@ class RepeatedPermutedDispatch {
   // Takes rows, scales, top-k indices and weights. Returns rows, scales, probabilities, counts, the PermuteHandle, and
   // a copy of the given top-k indices.
   py::object call(FastArguments arguments) {
-    const py::object slots = calls_.slots();
-    const std::optional<cudaStream_t> stream = slots.is_none() ? std::nullopt : calls_.begin();
-    if (!stream) return py::none();
-    const auto piece = calls_.routes.take(plan_.route.num_ints, reinterpret_cast<uintptr_t>(*stream), /*alone=*/false);
-    const DispatchTensors given = tensors_of(address_of(arguments[0]), address_of(arguments[2]),
-                                             address_of(arguments[3]), address_of(arguments[1]), piece.address);
-    auto& tensors = slots.cast<SlotTensors&>();
-    return bound_ ? bounded(tensors, given, piece, *stream) : waiting(tensors, given, piece, *stream);
+    const auto begun = calls_.begin_dispatch(plan_, arguments);
+    if (!begun) return py::none();
+    auto& slots = begun->slots.cast<SlotTensors&>();
+    return bound_ ? bounded(slots, *begun) : waiting(slots, *begun);
   }
 
  private:
@@ -83,8 +79,8 @@ class RepeatedPermutedDispatch {
     int num_rows, num_recv, max_rows, max_sent, num_sent_away, num_from_away;
   };
 
-  py::object bounded(SlotTensors& slots, const DispatchTensors& given, const RouteMemory::Piece& piece,
-                     cudaStream_t stream) const {
+  py::object bounded(SlotTensors& slots, const EngineCalls::BegunDispatch& begun) const {
+    const auto& [_, given, piece, stream] = begun;
     if (slot_bytes_ > slots.slot_bytes()) return py::none();
     auto slot = slots.launch(calls_.communicator, plan_, given, kAbsent, stream);
     if (!slot) return py::none();
@@ -94,8 +90,8 @@ class RepeatedPermutedDispatch {
     return completed(*slot, {*bound_, num_recv, *bound_, *bound_, 0, 0}, nullptr, piece, number, stream);
   }
 
-  py::object waiting(SlotTensors& slots, const DispatchTensors& given, const RouteMemory::Piece& piece,
-                     cudaStream_t stream) const {
+  py::object waiting(SlotTensors& slots, const EngineCalls::BegunDispatch& begun) const {
+    const auto& [_, given, piece, stream] = begun;
     auto slot = slots.launch(calls_.communicator, plan_, given, kAbsent, stream);
     if (!slot) return py::none();
     const int number = calls_.count();
