@@ -39,7 +39,8 @@ __all__ = [
     "repeat_unpermute",
 ]
 
-# Of the buffer: sizes that grow, and that calls take where they are given none.
+# Attributes of the buffer that a repeated call must have alike: the most tokens of a rank, from which the bound of all
+# ranks comes, and the experts of a rank, for calls without a number of experts. Both may grow between calls.
 SIZES = "_max_tokens", "_max_local_experts"
 
 
