@@ -290,7 +290,7 @@ def check_errors_keep_no_slot() -> None:
     """Whatever fails between taking a slot and handing it out, on all ranks: the slot is free again."""
     from hybrid_ep.engine.cuda import arena as arena_module
     from hybrid_ep.engine.cuda import between
-    from hybrid_ep.engine.cuda import engine as engine_module
+    from hybrid_ep.engine.cuda import dispatch as dispatch_module
 
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     sent = draw_tokens(0, [12] * num_ranks, 128, 2, 2 * num_ranks)
@@ -318,10 +318,10 @@ def check_errors_keep_no_slot() -> None:
             ]
         else:
             points += [
-                (engine, "_spread"),
-                (engine, "_results"),
+                (dispatch_module, "_spread"),
+                (dispatch_module, "_results"),
                 (arena_module.SlotLease, "output"),
-                (engine_module, "aligned_rows"),
+                (dispatch_module, "aligned_rows"),
             ]
         for target, name in points:
             for call in calls:

@@ -1,21 +1,16 @@
 """The cuda engine: hand-written kernels for the GPUs of one NVLink domain.
 
-A call is one launch on the current stream (`_cuda.Communicator`). This file allocates what the call writes, chooses
-the slot for its rows, and shapes the results. docs/internals/cuda_engine.md describes the kernels. What calls of
-one shape have in common is in plan.py.
-
-A call with a bound never waits for the device. A call without one waits for the host counts. The kernel writes them as
-soon as they are known, while rows are in flight. If a slot of any rank is too small for its rows, no rank sends. Every
-rank reads that from the same counts. All grow their slots and start again.
-
-Combines are in combine.py, copies of experts in experts.py, low-latency calls in low_latency.py.
+A call is one launch on the current stream (`_cuda.Communicator`). docs/internals/cuda_engine.md describes the kernels.
+This file has the begin and the end of calls, and what is kept between them. Dispatches are in dispatch.py, combines in
+combine.py, what repeats either in repeated.py, copies of experts in experts.py, low-latency calls in low_latency.py.
+What calls of one shape have in common is in plan.py.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,7 +21,6 @@ from hybrid_ep.core.board import Board
 from hybrid_ep.core.checks import Passed
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.streams import current_raw_stream, is_capturing
-from hybrid_ep.engine.agreement import ABSENT
 from hybrid_ep.engine.base import Engine
 from hybrid_ep.engine.calls import (
     CachedDispatchRequest,
@@ -48,17 +42,16 @@ from hybrid_ep.engine.calls import (
     RepeatedPermuted,
     RepeatedPermutedAlong,
     RepeatedUnpermute,
-    Routing,
     Rows,
     state_of,
 )
-from hybrid_ep.engine.cuda.arena import Arena, DispatchOutput, SlotLease
+from hybrid_ep.engine.cuda.arena import Arena
 from hybrid_ep.engine.cuda.combine import combine, combine_permuted
 from hybrid_ep.engine.cuda.compare import compare_calls
+from hybrid_ep.engine.cuda.dispatch import dispatch, dispatch_along, dispatch_permuted, dispatch_permuted_along
 from hybrid_ep.engine.cuda.experts import ExpertCopier
 from hybrid_ep.engine.cuda.faults import as_error
 from hybrid_ep.engine.cuda.low_latency import CudaLowLatency
-from hybrid_ep.engine.cuda.plan import DispatchPlan, plan_dispatch, shape_along, shape_of
 from hybrid_ep.engine.cuda.refuse import refuse_within
 from hybrid_ep.engine.cuda.repeated import (
     RepeatedCombine,
@@ -72,14 +65,7 @@ from hybrid_ep.engine.cuda.repeated import (
     repeat_permuted_along,
     repeat_unpermute,
 )
-from hybrid_ep.engine.cuda.route import (
-    HostCounts,
-    PermuteState,
-    Route,
-    address,
-    aligned_rows,
-    route_memory,
-)
+from hybrid_ep.engine.cuda.route import Route, route_memory
 from hybrid_ep.engine.cuda.symmetric import SymmetricMemory
 from hybrid_ep.engine.losses import Losses
 from hybrid_ep.engine.refusals import Refusals
@@ -88,26 +74,6 @@ from hybrid_ep.engine.torch.engine import TorchEngine
 from hybrid_ep.errors import ConfigError, HybridEPError, TimeoutError, TransportError
 
 __all__ = ["CudaEngine"]
-
-
-class _Sent(NamedTuple):
-    """A dispatch that has been launched.
-
-    Attributes:
-        plan: of the call.
-        lease: of the slot where its rows land.
-        stream: that it runs on.
-        route: which it makes or takes.
-        num_rows: of the result.
-        reported: ``[LE]`` int32 on the host; None where the host did not wait for them.
-    """
-
-    plan: _cuda.DispatchPlan
-    lease: SlotLease
-    stream: int
-    route: Route
-    num_rows: int
-    reported: Tensor | None
 
 
 class CudaEngine(Engine):
@@ -188,14 +154,7 @@ class CudaEngine(Engine):
         return Dispatched(Rows(*rows), topk_idx, topk_weights, counts, handle)
 
     def dispatch_in_steps(self, request: DispatchRequest) -> Dispatched:
-        """Makes any dispatch: takes a slot, launches, waits for the counts if there is no bound, makes the tensors."""
-        sent = self._send(request)
-        with sent.lease:
-            output = self._results(sent)
-            self._end()
-        assert output.experts is not None
-        handle = self._handle(sent, request.routing, output)
-        return Dispatched(Rows(output.rows, output.scales), output.experts, output.weights, sent.reported, handle)
+        return dispatch(self, request)
 
     def repeat_of(
         self, request: DispatchRequest, *, returns_topk: bool = False, num_received: int | None = None
@@ -206,14 +165,7 @@ class CudaEngine(Engine):
         return Rows(*self.repeat_of_cached(request, handle)(*request.rows, handle))
 
     def dispatch_cached_in_steps(self, request: CachedDispatchRequest, handle: DispatchHandle) -> Rows:
-        """Makes any dispatch along a handle, as `dispatch_in_steps`."""
-        route = state_of(handle, Route)
-        planned, stream = self._plan_along(request, handle, 0)
-        sent = self._send_again(request.rows, planned.native, route, route.num_recv, stream)
-        with sent.lease:
-            output = self._results(sent)
-            self._end()
-        return Rows(output.rows, output.scales)
+        return dispatch_along(self, request, handle)
 
     def repeat_of_cached(self, request: CachedDispatchRequest, handle: DispatchHandle) -> RepeatedDispatchAlong:
         return repeat_along(self, request, handle)
@@ -234,38 +186,13 @@ class CudaEngine(Engine):
         return repeat_combine_dense(self, request, handle, num_received)
 
     def dispatch_permuted(self, request: DispatchRequest) -> Permuted:
-        rows, routing = request.rows, request.routing
-        sent = self._send(request)
-        with sent.lease:
-            # A handle holds no slot, so the rows of copies move to memory of its own.
-            num_ints = sent.route.num_recv * (routing.topk_idx.shape[1] + 1)
-            chunk, kept = self._routes.take(num_ints, sent.stream, alone=sent.lease.is_captured)
-            probs = None
-            if routing.topk_weights is not None:
-                probs = torch.empty(sent.num_rows, dtype=torch.float32, device=self.device)
-            permuted, output = self._spread(rows, sent, kept, probs, request.num_expert_sms)
-            self._end()
-        assert output.counts is not None
-        assert output.overflow is not None
-        counts = output.counts if sent.reported is None else sent.reported
-        state = PermuteState(chunk, kept, self._communicator)
-        dispatch = self._handle(sent, routing, output)
-        handle = PermuteHandle(dispatch, counts, sent.num_rows, request.pad_multiple, state, output.overflow)
-        return Permuted(permuted, probs, counts, handle)
+        return dispatch_permuted(self, request)
 
     def repeat_of_permuted(self, request: DispatchRequest) -> RepeatedPermuted | None:
         return repeat_permuted(self, request)
 
     def dispatch_permuted_cached(self, request: CachedDispatchRequest, handle: PermuteHandle) -> Rows:
-        state = state_of(handle, PermuteState)
-        planned, stream = self._plan_along(request, handle.dispatch, handle.pad_multiple)
-        route = state_of(handle.dispatch, Route)
-        sent = self._send_again(request.rows, planned.native, route, handle.num_permuted, stream)
-        with sent.lease:
-            state.chunk.note_use(sent.stream)
-            permuted, _ = self._spread(request.rows, sent, state.address, None, request.num_expert_sms)
-            self._end()
-        return permuted
+        return dispatch_permuted_along(self, request, handle)
 
     def repeat_of_permuted_cached(self, request: CachedDispatchRequest, handle: PermuteHandle) -> RepeatedPermutedAlong:
         return repeat_permuted_along(self, request, handle)
@@ -419,205 +346,9 @@ class CudaEngine(Engine):
             late, self._late = self._late, None
             raise late
 
-    def _send(self, request: DispatchRequest) -> _Sent:
-        """Launches a dispatch; without a bound, waits until its counts are known and the slots can hold its rows.
-
-        Raises:
-            ConfigError: the call would wait for its counts while a CUDA graph is captured.
-        """
-        rows, routing, bound, pad_multiple = request.rows, request.routing, request.bound, request.pad_multiple
-        stream = self._begin()
-        if bound is None and is_capturing(self._index):
-            raise ConfigError(
-                "a captured dispatch has no bound; allowed: num_worst_tokens, num_permuted_tokens or do_cpu_sync=False"
-            )
-        planned = plan_dispatch(self.grid.rank, self.grid.num_ranks, shape_of(request, self.grid))
-        plan, max_rows = planned.native, planned.max_rows
-        again = ABSENT if request.again is None else state_of(request.again, Route).number
-        checksum = address(None if request.replicas is None else request.replicas.checksum)
-        self._arena.holds(planned.slot_bytes)  # raises in a capture if slots would have to grow
-        sent = aligned_rows(rows)
-        lease = self._arena.lease(stream)
-        try:
-            chunk, base = self._routes.take(plan.route_ints, stream, alone=lease.is_captured)
-            lease, host_counts, reported = self._launch(
-                plan,
-                sent,
-                routing.topk_idx.data_ptr(),
-                address(routing.topk_weights),
-                base,
-                checksum,
-                again,
-                lease,
-                stream,
-            )
-            if planned.refusal is not None:
-                raise ConfigError(planned.refusal)
-            number = _cuda.dispatch_number(self.number, self.num_calls)
-            if bound is not None:
-                # Expert-major: the bound counts copies, and more rows than that may arrive when it is exceeded.
-                num_recv = self._communicator.capacity(plan) if pad_multiple else bound
-                route = Route(chunk, base, plan.counts_at, num_recv, max_rows, max_rows, 0, 0, number, stream)
-                return _Sent(plan, lease, stream, route, bound, None)
-            assert host_counts is not None
-            self.traffic.within_domain += host_counts.num_sent_away * plan.record_bytes
-            max_recv = host_counts.max_rows if pad_multiple else host_counts.max_recv
-            num_from_away = host_counts.num_recv - host_counts.num_kept
-            route = Route(
-                chunk,
-                base,
-                plan.counts_at,
-                host_counts.num_recv,
-                max_recv,
-                host_counts.max_sent,
-                host_counts.num_sent_away,
-                num_from_away,
-                number,
-                stream,
-            )
-            return _Sent(
-                plan, lease, stream, route, host_counts.num_permuted if pad_multiple else host_counts.num_recv, reported
-            )
-        except BaseException:
-            lease.give_back()
-            raise
-
-    def _launch(
-        self,
-        plan: _cuda.DispatchPlan,
-        rows: Rows,
-        topk_idx: int,
-        topk_weights: int,
-        route: int,
-        checksum: int,
-        handle: int,
-        lease: SlotLease,
-        stream: int,
-    ) -> tuple[SlotLease, HostCounts | None, Tensor | None]:
-        """Launches a dispatch until the slots can hold its rows, in which all ranks agree.
-
-        Args:
-            plan: of the call.
-            rows: aligned.
-            topk_idx, topk_weights, route, checksum: addresses; the last one of a mapping's.
-            handle: number of the dispatch whose route or routing is used again; ABSENT where there is none.
-            lease: of the slot where its rows land. It is given back where this raises.
-            stream: that it runs on.
-
-        Returns:
-            The lease of the slot in which rows arrive, and of a call that waits for its counts, what the kernel
-            has reported, and the counts of the local experts.
-        """
-        try:
-            while True:
-                counts_epoch = self._communicator.dispatch(
-                    plan,
-                    rows.data.data_ptr(),
-                    topk_idx,
-                    topk_weights,
-                    address(rows.scales),
-                    route,
-                    checksum,
-                    handle,
-                    lease.slot_idx,
-                    lease.slots_wanted,
-                    stream,
-                )
-                self.num_calls += 1
-                if counts_epoch == 0 or plan.is_refused:
-                    return lease, None, None
-                # Allocated before the wait: after it, the host's work delays the result.
-                num_local = plan.num_local_experts if handle == ABSENT else 0
-                reported = torch.empty(num_local, dtype=torch.int32, device="cpu")
-                fields = self._communicator.wait_for_counts(counts_epoch, stream, reported.data_ptr(), num_local)
-                if fields is None:
-                    self._raise_failed()
-                host_counts = HostCounts(*fields)
-                if not host_counts.needs_capacity:
-                    return lease, host_counts, reported
-                lease.give_back()
-                self._arena.ensure(plan.slot_bytes_for(host_counts.max_rows))
-                lease = self._arena.lease(stream)
-        except BaseException:
-            lease.give_back()
-            raise
-
     def _raise_failed(self) -> NoReturn:
         """Raises the fault because of which the kernel has sent nothing."""
         fault = self._low_latency.take_fault()
         if fault is None:
             fault = TransportError("dispatch: counts", self.grid.rank, None, "the kernel did not report in its time")
         raise fault
-
-    def _plan_along(
-        self, request: CachedDispatchRequest, handle: DispatchHandle, pad_multiple: int
-    ) -> tuple[DispatchPlan[_cuda.DispatchPlan], int]:
-        """Begins a dispatch along a known route, which needs no counts and no wait; returns its plan and the stream."""
-        route = state_of(handle, Route)
-        stream = self._begin()
-        route.chunk.note_use(stream)
-        shape = shape_along(request, handle, pad_multiple, route.max_recv)
-        planned = plan_dispatch(self.grid.rank, self.grid.num_ranks, shape)
-        self._arena.holds(planned.slot_bytes)  # raises in a capture if slots would have to grow
-        return planned, stream
-
-    def _send_again(self, rows: Rows, plan: _cuda.DispatchPlan, route: Route, num_rows: int, stream: int) -> _Sent:
-        """Launches a dispatch along a known route.
-
-        Args:
-            rows: to send.
-            plan, stream: of the call.
-            route: which it takes.
-            num_rows: of the result.
-        """
-        sent = aligned_rows(rows)
-        lease, _, _ = self._launch(plan, sent, 0, 0, route.address, 0, route.number, self._arena.lease(stream), stream)
-        self._count_sent(route, plan)
-        return _Sent(plan, lease, stream, route, num_rows, None)
-
-    def _count_sent(self, route: Route, plan: _cuda.DispatchPlan) -> None:
-        if route.num_sent_away:
-            self.traffic.within_domain += route.num_sent_away * plan.record_bytes
-
-    def _handle(self, sent: _Sent, routing: Routing, output: DispatchOutput) -> DispatchHandle:
-        route, prefix = sent.route, output.rank_prefix
-        assert prefix is not None
-        num_tokens, num_topk = routing.topk_idx.shape
-        return DispatchHandle(prefix, num_tokens, route.num_recv, routing.num_experts, num_topk, self.grid, route)
-
-    @staticmethod
-    def _results(sent: _Sent) -> DispatchOutput:
-        """The output of a dispatch, in the slot itself or copied out of slot 0."""
-        output = sent.lease.output(sent.plan, sent.num_rows, sent.route)
-        return output if sent.lease.slot_idx else output.copied()
-
-    def _spread(
-        self, like: Rows, sent: _Sent, kept: int, probs: Tensor | None, num_sms: int | None
-    ) -> tuple[Rows, DispatchOutput]:
-        """Completes expert-major rows in place: further copies, padding, scales and probabilities.
-
-        Args:
-            like: what was sent.
-            sent: the dispatch.
-            kept: address of what the handle keeps (PermuteState); written where the dispatch made its route, else read.
-            probs: ``[P]``, written; None without weights.
-            num_sms: SMs to use; None = all.
-        """
-        plan, lease, stream, route, num_rows, _ = sent
-        scales = None
-        if like.scales is not None:
-            scales = torch.empty(num_rows, like.scales.shape[1], dtype=like.scales.dtype, device=self.device)
-        self._communicator.duplicate(
-            plan,
-            route.address,
-            kept,
-            address(probs),
-            address(scales),
-            lease.slot_idx,
-            num_rows,
-            route.num_recv,
-            num_sms or 0,
-            stream,
-        )
-        output = lease.output(plan, num_rows, route)
-        return Rows(output.rows if lease.slot_idx else output.rows.clone(), scales), output

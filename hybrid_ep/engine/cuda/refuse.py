@@ -15,6 +15,7 @@ from hybrid_ep.engine.agreement import ABSENT
 from hybrid_ep.engine.calls import Rows
 from hybrid_ep.engine.cuda.between_combine import combine_without_rows
 from hybrid_ep.engine.cuda.between_route import RouteSizes
+from hybrid_ep.engine.cuda.dispatch import launch
 from hybrid_ep.engine.cuda.plan import CombineShape, DispatchShape
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def refuse_within(engine: CudaEngine, call: str, number: int) -> None:
         planned = _cuda.DispatchPlan(_dispatch_shape(num_ranks, number), engine.grid.rank, num_ranks)
         with engine._arena.lease(stream) as lease:
             _, route = engine._routes.take(planned.route_ints, stream, alone=False)
-            engine._launch(planned, _no_rows(engine.device), 0, 0, route, 0, ABSENT, lease, stream)
+            launch(engine, planned, _no_rows(engine.device), 0, 0, route, 0, ABSENT, lease, stream)
     engine._order.end()
 
 
