@@ -7,8 +7,9 @@ A host's speed changes within seconds. So all calls of a group, of all implement
 
 - In a row: until a call has returned, in rows of calls after a barrier. The first calls of a row are not counted, for
   which caches of the host are cold. No call waits for the GPU. On a CPU a call does its work before it returns.
-- After a barrier: one call, until it has returned, and until the GPU is done, of the slower rank; medians, and the 99th
-  percentile until done. The order of calls changes from run to run.
+- After a barrier: one call, until it has returned, and until the GPU is done, of the slower rank; medians and 99th
+  percentiles. The order of calls changes from run to run. Then how often torch's allocator asked CUDA for memory, which
+  takes a millisecond.
 """
 
 from __future__ import annotations
@@ -230,8 +231,11 @@ def _calls_of(
 
 def _measure(
     names: tuple[str, ...], low_latency: Shape, normal: Shape, num_rows: int, num_runs: int, device: str
-) -> tuple[list[dict[str, list[float]]], Times]:
-    """Microseconds of each call that counts, by its name, for each group; then those after a barrier."""
+) -> tuple[list[dict[str, list[float]]], Times, int]:
+    """Microseconds of each call that counts, by its name, for each group; then those after a barrier.
+
+    Last, how often torch asked CUDA for memory in the latter.
+    """
     at = rank_device(device)
     number = torch.zeros(1, device=at)
     trivial: Calls = {_TRIVIAL: lambda: number.add_(1)}
@@ -247,6 +251,7 @@ def _measure(
             calls = of_all({name: groups[i][0] for name, (groups, _) in made.items() if i < len(groups)})
             in_a_row = next(groups[i][1] for groups, _ in made.values() if i < len(groups))
             times.append(time_host(calls, device, num_rows=num_rows, in_a_row=in_a_row, num_skipped=_NUM_SKIPPED))
+        before = _num_allocations(device)
         done = time_until_done(
             of_all({name: calls for name, (_, calls) in made.items()}),
             num_warmups=1,
@@ -254,8 +259,14 @@ def _measure(
             device=device,
             in_any_order=True,
         )
+        allocations = _num_allocations(device) - before
         dist.barrier()
-    return times, {name: (found.host_microseconds, found.microseconds) for name, found in done.items()}
+    return times, {name: (found.host_microseconds, found.microseconds) for name, found in done.items()}, allocations
+
+
+def _num_allocations(device: str) -> int:
+    """How often torch's allocator has asked CUDA for memory."""
+    return int(torch.cuda.memory_stats()["num_device_alloc"]) if device == "cuda" else 0
 
 
 @click.command(help=__doc__)
@@ -292,13 +303,16 @@ def main(
         trivial = median(times[_TRIVIAL])
         for name, values in times.items():
             print(f"{name:52} {median(values):8.1f} µs {median(values) / trivial:6.1f} of the trivial call beside it")
-    print("After a barrier: until it returned, until done, and p99 until done, of the slower rank in each run")
+    print("After a barrier: until it returned and p99, until done and p99, of the slower rank in each run")
     for name in measured[0][1]:
         host, done = (
-            [max(of_ranks) for of_ranks in zip(*(times[name][i] for _, times in measured), strict=True)]
+            [max(of_ranks) for of_ranks in zip(*(times[name][i] for _, times, _ in measured), strict=True)]
             for i in range(2)
         )
-        print(f"{name:52} {median(host):8.1f} µs {median(done):8.1f} µs {percentile(done, 99):8.1f} µs")
+        columns = median(host), percentile(host, 99), median(done), percentile(done, 99)
+        print(f"{name:52}", *(f"{value:8.1f} µs" for value in columns))
+    if device == "cuda":
+        print(f"torch asked CUDA for memory {max(number for *_, number in measured)} times")
 
 
 if __name__ == "__main__":
