@@ -23,21 +23,17 @@ DONE = [
     "layout and dispatch, FP8{}",
     "combine{}",
     "layout, dispatch and combine{}",
-    "low-latency dispatch and combine{}",
 ]
-HYBRID = [
-    "HybridEPBuffer.dispatch with a bound{}",
-    "HybridEPBuffer.combine with probs{}",
-    "dispatch_with_permute with a bound{}",
-    "dispatch_with_permute along a handle{}",
-    "combine_with_unpermute{}",
+OWN_DONE = ["HybridEPBuffer.dispatch{}", "HybridEPBuffer.combine with probs{}"]
+PAIR = "low-latency dispatch and combine{}"
+OWN = [
+    ["low-latency dispatch, enable_shrink{}", "low-latency combine, enable_shrink{}"],
+    ["HybridEPBuffer.dispatch with a bound{}", "HybridEPBuffer.combine with probs{}"],
+    ["dispatch_with_permute with a bound{}", "combine_with_unpermute{}"],
+    ["dispatch_with_permute along a handle{}"],
+    ["ElasticBuffer.dispatch without a sync{}", "ElasticBuffer.combine{}"],
+    ["ElasticBuffer.dispatch along a handle{}"],
 ]
-ELASTIC = [
-    "ElasticBuffer.dispatch without a sync{}",
-    "ElasticBuffer.dispatch along a handle{}",
-    "ElasticBuffer.combine{}",
-]
-SHRINKING = ["low-latency dispatch, enable_shrink{}", "low-latency combine, enable_shrink{}"]
 
 
 def _lines(*options: str) -> list[str]:
@@ -54,19 +50,24 @@ def _check(lines: list[str], ends: tuple[str, ...], own_end: str) -> None:
         return [TRIVIAL, *(call.format(end) for end in of for call in calls)]
 
     groups = [named(calls) for calls in (LOW_LATENCY, HOOKS, NORMAL)]
-    groups += [named(calls, (own_end,)) for calls in (SHRINKING, HYBRID, ELASTIC)]
+    groups += [named(calls, (own_end,)) for calls in OWN]
     in_a_row = [call for group in groups for call in group]
     begin = lines.index(
-        "After a barrier: until it returned, until done, and p99 until done, of the slower rank in each run"
+        "After a barrier: until it returned and p99, until done and p99, of the slower rank in each run"
     )
+    done = [[*DONE, *(OWN_DONE if end == own_end else ()), PAIR] for end in ends]
     assert [line[:52].rstrip() for line in lines[1:begin]] == in_a_row
-    assert [line[:52].rstrip() for line in lines[begin + 1 :]] == named(DONE)
+    assert [line[:52].rstrip() for line in lines[begin + 1 :]] == [
+        TRIVIAL,
+        *(call.format(end) for calls, end in zip(done, ends, strict=True) for call in calls),
+    ]
     assert all(float(line[52:].split()[0]) > 0 for line in lines[1:begin])
     trivial = [line for line in lines[1:begin] if line.startswith(TRIVIAL)]
     assert all(line.endswith(" 1.0 of the trivial call beside it") for line in trivial)
     for line in lines[begin + 1 :]:
-        host, _, done, _, p99, _ = line[52:].split()
-        assert 0 < float(host) <= float(done) <= float(p99)
+        host, host_p99, until_done, p99 = (float(value) for value in line[52:].split()[::2])
+        assert 0 < host <= until_done <= p99
+        assert host <= host_p99 <= p99
 
 
 def test_every_call_is_timed_beside_a_trivial_one() -> None:
