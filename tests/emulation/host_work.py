@@ -39,17 +39,17 @@ class _Work(NamedTuple):
 
 # What each call takes; of functions, the most.
 _WORK = {
-    "layout": _Work(0, [], 6),
-    "low-latency dispatch": _Work(0, [], 8),
-    "low-latency combine": _Work(0, [], 6),
-    "low-latency dispatch with a hook": _Work(0, [], 15),
-    "low-latency combine with a hook": _Work(0, [], 13),
-    "dispatch with a bound": _Work(0, [], 16),
-    "dispatch": _Work(0, [], 16),
-    "cached dispatch": _Work(0, [], 25),
-    "combine": _Work(0, [], 22),
-    "hybrid dispatch with a bound": _Work(1, ["aten.clone.default"], 39),
-    "hybrid combine": _Work(2, [], 33),
+    "layout": _Work(0, [], 1),
+    "low-latency dispatch": _Work(0, [], 0),
+    "low-latency combine": _Work(0, [], 0),
+    "low-latency dispatch with a hook": _Work(0, [], 0),
+    "low-latency combine with a hook": _Work(0, [], 0),
+    "dispatch with a bound": _Work(0, [], 2),
+    "dispatch": _Work(0, [], 2),
+    "cached dispatch": _Work(0, [], 2),
+    "combine": _Work(0, [], 2),
+    "hybrid dispatch with a bound": _Work(0, [], 9),
+    "hybrid combine": _Work(0, [], 4),
 }
 
 
