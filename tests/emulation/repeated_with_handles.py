@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,19 @@ from tests.emulation.repeated_calls import on_stream
 __all__ = ["check_elastic_calls", "check_permuted_calls", "check_plain_calls"]
 
 
+def _steps(stack: contextlib.ExitStack, engine: Any, *names: str) -> Callable[[], list[int]]:
+    """Returns a function that says how often each of these methods of an engine was called since it was last asked."""
+    spies = [stack.enter_context(mock.patch.object(engine, name, wraps=getattr(engine, name))) for name in names]
+
+    def taken() -> list[int]:
+        counts = [spy.call_count for spy in spies]
+        for spy in spies:
+            spy.reset_mock()
+        return counts
+
+    return taken
+
+
 def check_permuted_calls() -> None:
     """Calls that permute are one call of C++, of any form of rows. They take steps where one call cannot make them."""
     from hybrid_ep.engine.cuda.route import Chunk
@@ -34,14 +48,7 @@ def check_permuted_calls() -> None:
     y[: len(copies)] = hybrid.expert_rows(case, copies)
     with unread_values(), hybrid.make_buffer(case) as buffer, contextlib.ExitStack() as stack:
         engine: Any = buffer.engine
-        names = "dispatch_permuted", "dispatch_permuted_cached", "combine_permuted"
-        in_steps = [stack.enter_context(mock.patch.object(engine, name, wraps=getattr(engine, name))) for name in names]
-
-        def taken() -> list[int]:
-            counts = [made.call_count for made in in_steps]
-            for made in in_steps:
-                made.reset_mock()
-            return counts
+        taken = _steps(stack, engine, "dispatch_permuted", "dispatch_permuted_cached", "combine_permuted")
 
         def dispatch(**options: Any) -> tuple[Any, ...]:
             given = {"hidden": inputs.x, "topk_idx": inputs.topk_idx, "topk_weights": inputs.topk_weights}
@@ -140,14 +147,7 @@ def check_plain_calls() -> None:
     routing = {"topk_idx": inputs.topk_idx, "topk_weights": inputs.topk_weights, "num_of_experts": case.num_experts}
     with unread_values(), local_kernels(), hybrid.make_buffer(case) as buffer, contextlib.ExitStack() as stack:
         engine: Any = buffer.engine
-        names = "dispatch", "dispatch_cached", "combine"
-        in_steps = [stack.enter_context(mock.patch.object(engine, name, wraps=getattr(engine, name))) for name in names]
-
-        def taken() -> list[int]:
-            counts = [made.call_count for made in in_steps]
-            for made in in_steps:
-                made.reset_mock()
-            return counts
+        taken = _steps(stack, engine, "dispatch", "dispatch_cached", "combine")
 
         def step(by: hybrid_ep.HybridEPBuffer = buffer, **options: Any) -> list[Any]:
             rows, probs, row_scales, handle = by.dispatch(**({"hidden": inputs.x} | routing | options))
@@ -249,13 +249,10 @@ def check_elastic_calls() -> None:
         engine: Any = buffer.engine
         names = "dispatch", "dispatch_permuted", "dispatch_cached", "dispatch_permuted_cached", "combine"
         names = *names, "combine_permuted", "tokens_per_expert"
-        spies = [stack.enter_context(mock.patch.object(engine, name, wraps=getattr(engine, name))) for name in names]
+        taken = _steps(stack, engine, *names)
 
         def num_by_steps() -> int:
-            num = sum(spy.call_count for spy in spies)
-            for spy in spies:
-                spy.reset_mock()
-            return num
+            return sum(taken())
 
         def step(**options: Any) -> list[Any]:
             received, _, weights, handle, _ = buffer.dispatch(

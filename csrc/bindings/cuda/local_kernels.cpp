@@ -7,7 +7,6 @@
 #include "bindings/cuda/current_stream.h"
 #include "bindings/cuda/fast_call.h"
 #include "bindings/cuda/new_tensor.h"
-#include "bindings/cuda/topk_probs.h"
 #include "common/capture.h"
 #include "common/device_guard.h"
 #include "kernels/launch.h"
