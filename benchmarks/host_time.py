@@ -8,8 +8,9 @@ A host's speed changes within seconds. So all calls of a group, of all implement
 - In a row: until a call has returned, in rows of calls after a barrier. The first calls of a row are not counted, for
   which caches of the host are cold. No call waits for the GPU. On a CPU a call does its work before it returns.
 - After a barrier: one call, until it has returned, and until the GPU is done, of the slower rank; medians and 99th
-  percentiles. The order of calls changes from run to run. Then how often torch's allocator asked CUDA for memory, which
-  takes a millisecond.
+  percentiles. The order of calls changes from run to run. The first runs are not counted: in them the pools of slots
+  grow. A loop that only reads the clock shows how often the host itself stops. Then how often torch's allocator asked
+  CUDA for memory, which takes a millisecond.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import time
 from collections.abc import Callable
 from statistics import median
 from typing import Any
@@ -35,7 +37,10 @@ from hybrid_ep.testing.cluster import VirtualCluster
 _NUM_SKIPPED = 2
 _LOW_LATENCY_IN_A_ROW = 10
 _NORMAL_IN_A_ROW = 7  # a dispatch waits for the eighth before it, so a group has one
+_WARMUPS_AFTER_A_BARRIER = 20
 _TRIVIAL = "tensor.add_(1)"
+_LOOP_SECONDS = 200e-6
+_LOOP = "loop that reads the clock for 200 µs"
 _OWN = "hybrid_ep"
 
 Calls = dict[str, Callable[[], object]]
@@ -229,6 +234,12 @@ def _calls_of(
     return groups, done | {"low-latency dispatch and combine": lambda: [call() for call in both]}
 
 
+def _read_the_clock() -> None:
+    end = time.perf_counter() + _LOOP_SECONDS
+    while time.perf_counter() < end:
+        pass
+
+
 def _measure(
     names: tuple[str, ...], low_latency: Shape, normal: Shape, num_rows: int, num_runs: int, device: str
 ) -> tuple[list[dict[str, list[float]]], Times, int]:
@@ -253,8 +264,8 @@ def _measure(
             times.append(time_host(calls, device, num_rows=num_rows, in_a_row=in_a_row, num_skipped=_NUM_SKIPPED))
         before = _num_allocations(device)
         done = time_until_done(
-            of_all({name: calls for name, (_, calls) in made.items()}),
-            num_warmups=1,
+            {_LOOP: _read_the_clock} | of_all({name: calls for name, (_, calls) in made.items()}),
+            num_warmups=_WARMUPS_AFTER_A_BARRIER,
             num_runs=num_runs,
             device=device,
             in_any_order=True,

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from hybrid_ep.bench.host_barrier import HostBarrier
+
 __all__ = ["Holding", "Times", "time_calls", "time_floor", "time_host", "time_host_floor", "time_until_done"]
 
 _FLUSH_BYTES = 1 << 30  # several times any L2 cache; overwriting it takes a GPU of 4 TB/s about 0.3 ms
@@ -128,15 +130,16 @@ def time_host(
         For each name, microseconds until each call that counts returned to the host.
     """
     microseconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(num_rows):
-        _wait_for(device)
-        dist.barrier()
-        for i in range(in_a_row):
-            for name, call in calls.items():
-                begin = time.perf_counter()
-                call()
-                if i >= num_skipped:
-                    microseconds[name].append(1e6 * (time.perf_counter() - begin))
+    with HostBarrier() as barrier:
+        for _ in range(num_rows):
+            _wait_for(device)
+            barrier.wait()
+            for i in range(in_a_row):
+                for name, call in calls.items():
+                    begin = time.perf_counter()
+                    call()
+                    if i >= num_skipped:
+                        microseconds[name].append(1e6 * (time.perf_counter() - begin))
     _wait_for(device)
     return microseconds
 
@@ -168,17 +171,18 @@ def time_until_done(
             call()
     times = {name: Times() for name in calls}
     orders = random.Random(num_runs)
-    for _ in range(num_runs):
-        names = list(calls)
-        for name in orders.sample(names, len(names)) if in_any_order else names:
-            _wait_for(device)
-            dist.barrier()
-            begin = time.perf_counter()
-            calls[name]()
-            returned = time.perf_counter()
-            _wait_for(device)
-            times[name].microseconds.append(1e6 * (time.perf_counter() - begin))
-            times[name].host_microseconds.append(1e6 * (returned - begin))
+    with HostBarrier() as barrier:
+        for _ in range(num_runs):
+            names = list(calls)
+            for name in orders.sample(names, len(names)) if in_any_order else names:
+                _wait_for(device)
+                barrier.wait()
+                begin = time.perf_counter()
+                calls[name]()
+                returned = time.perf_counter()
+                _wait_for(device)
+                times[name].microseconds.append(1e6 * (time.perf_counter() - begin))
+                times[name].host_microseconds.append(1e6 * (returned - begin))
     return times
 
 
@@ -189,13 +193,14 @@ def _wait_for(device: str) -> None:
 
 def _time_on_cpu(calls: dict[str, Callable[[], object]], num_runs: int) -> dict[str, Times]:
     times = {name: Times() for name in calls}
-    for _ in range(num_runs):
-        for name, call in calls.items():
-            dist.barrier()
-            begin = time.perf_counter()
-            call()
-            times[name].microseconds.append(1e6 * (time.perf_counter() - begin))
-            times[name].host_microseconds.append(times[name].microseconds[-1])
+    with HostBarrier() as barrier:
+        for _ in range(num_runs):
+            for name, call in calls.items():
+                barrier.wait()
+                begin = time.perf_counter()
+                call()
+                times[name].microseconds.append(1e6 * (time.perf_counter() - begin))
+                times[name].host_microseconds.append(times[name].microseconds[-1])
     return times
 
 

@@ -12,6 +12,7 @@ from benchmarks.host_time import main
 TINY = ["--device", "cpu", "--rows", "1", "--runs", "9", "--low-latency-tokens", "4", "--tokens", "8"]
 COMPAT = Path(__file__).parents[2] / "compat" / "deep_ep"  # packages that import this library by its peers' names
 TRIVIAL = "tensor.add_(1)"
+LOOP = "loop that reads the clock for 200 µs"
 LOW_LATENCY = ["low-latency dispatch{}", "low-latency combine{}"]
 HOOKS = [
     f"low-latency {call} with a hook, {half}{{}}" for call in ("dispatch", "combine") for half in ("send", "receive")
@@ -58,6 +59,7 @@ def _check(lines: list[str], ends: tuple[str, ...], own_end: str) -> None:
     done = [[*DONE, *(OWN_DONE if end == own_end else ()), PAIR] for end in ends]
     assert [line[:52].rstrip() for line in lines[1:begin]] == in_a_row
     assert [line[:52].rstrip() for line in lines[begin + 1 :]] == [
+        LOOP,
         TRIVIAL,
         *(call.format(end) for calls, end in zip(done, ends, strict=True) for call in calls),
     ]
@@ -68,6 +70,7 @@ def _check(lines: list[str], ends: tuple[str, ...], own_end: str) -> None:
         host, host_p99, until_done, p99 = (float(value) for value in line[52:].split()[::2])
         assert 0 < host <= until_done <= p99
         assert host <= host_p99 <= p99
+    assert float(lines[begin + 1][52:].split()[0]) >= 200
 
 
 def test_every_call_is_timed_beside_a_trivial_one() -> None:
