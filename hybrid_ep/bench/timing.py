@@ -8,7 +8,7 @@ The host's own time is a second figure, of calls in a row. Caches are warm then,
 nothing else is queued. It is also measured under `torch.set_default_device`, as many trainers run.
 
 A third figure is the time that an eager caller waits: by the clock, from the call on an idle device until the device is
-done.
+done. The ranks meet in a barrier of the host before it (host_barrier.py).
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ RESULTS, KERNELS = ROOT / "benchmarks" / "results", ROOT / "csrc" / "kernels"
 # in %.
 BEYOND = {
     ("H100", 2, "permute", "fp8", 4096, "dispatch"): -32,
-    ("H200", 2, "low-latency", "bf16", 128, "combine: graph of 20"): 17,
-    ("H200", 2, "low-latency", "fp8", 128, "combine: graph of 20"): 15,
+    ("H200", 2, "low-latency", "bf16", 128, "combine: graph of 20"): 16,
+    ("H200", 2, "low-latency", "fp8", 128, "combine: graph of 20"): 16,
     ("H200", 2, "normal", "fp8", 256, "combine"): 15,
     ("H200", 4, "low-latency", "bf16", 8, "dispatch: graph of 20"): 15,
 }
