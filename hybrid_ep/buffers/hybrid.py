@@ -284,7 +284,9 @@ class HybridEPBuffer(PermutedCalls):
         result = engine.dispatch(wanted)
         if routing.has_topk:
             known = own(routing.topk_idx, topk_idx)
-            received_experts, received_probs = result.topk_idx, _probs_of(result, experts)
+            assert result.topk_idx is not None
+            # A copy, because a handle must not hold the slot.
+            received_experts, received_probs = result.topk_idx.clone(), _probs_of(result, experts)
         else:
             assert routing_map is not None
             known = own(routing_map.contiguous(), routing_map)

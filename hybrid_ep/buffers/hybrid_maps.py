@@ -53,7 +53,9 @@ def send_along(
         if tensor is None:
             return None
         first, end = (begin + expert * tensor.itemsize for expert in experts)
-        return received[:, first:end].contiguous().view(tensor.dtype).masked_fill_(is_unused, 0)
+        # A copy also where the columns are all of a row: it must not hold the slot.
+        own = received[:, first:end].clone(memory_format=torch.contiguous_format)
+        return own.view(tensor.dtype).masked_fill_(is_unused, 0)
 
     num_prob_bytes = 0 if probs is None else probs.shape[1] * probs.itemsize
     return columns(routing_map, num_prob_bytes), columns(probs, 0)

@@ -70,6 +70,8 @@ def _with_handle(
     if made is None:
         return None
     rows, row_scales, experts, probs, _, dispatch, routing = made
+    if probs is None:
+        experts = experts.clone()  # a handle must not hold the slot; with probabilities it is a copy
     handle = HybridHandle(routing, experts, dispatch, buffer._sizes(0))
     return as_given(rows, as_bytes), probs, row_scales, handle
 

@@ -365,6 +365,10 @@ def test_small_slots_grow(run_emulated: RunEmulated, check: str) -> None:
     run_emulated(2, "emulation.small_slots.check_with_small_slots", f"multi_gpu.{check}")
 
 
+def test_handles_hold_no_slot(run_emulated: RunEmulated) -> None:
+    run_emulated(2, UNREAD, "multi_gpu.capacity.check_handles_hold_no_slot")
+
+
 def test_a_combine_beyond_its_bound_is_told_to_all(run_emulated: RunEmulated) -> None:
     check = "multi_gpu.refusals.check_combine_beyond_bound"
     run_emulated(3, "emulation.small_slots.check_with_small_slots", check)

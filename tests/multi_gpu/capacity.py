@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -25,6 +26,7 @@ __all__ = [
     "check_full_memory",
     "check_graph_slots",
     "check_growth",
+    "check_handles_hold_no_slot",
     "check_most_tokens",
     "check_no_slots",
     "check_pool",
@@ -32,7 +34,7 @@ __all__ = [
 ]
 
 
-def _arena(buffer: hybrid_ep.Buffer) -> Arena:
+def _arena(buffer: hybrid_ep.Buffer | hybrid_ep.HybridEPBuffer | hybrid_ep.ElasticBuffer) -> Arena:
     """The slots underneath; a promise about memory can be seen nowhere else."""
     arena: Arena = buffer.engine._arena  # type: ignore[attr-defined]
     return arena
@@ -140,6 +142,38 @@ def check_pool() -> None:
         assert arena.num_free == num_slots
         again, *_ = buffer.dispatch(first.x[rank], handle=handle)
         assert again.shape[0] == handle.num_recv
+
+
+def check_handles_hold_no_slot() -> None:
+    """Of a handle that outlives all other results, from a first call and from repeated ones."""
+    rank, num_experts, num_tokens = dist.get_rank(), 64, 96
+    sent = draw_tokens(3, [num_tokens] * dist.get_world_size(), 1024, 4, num_experts)
+    x, topk_idx, weights = sent.x[rank], sent.topk_idx[rank], sent.weights[rank]
+    routing_map, probs = hybrid_ep.indices_to_map(topk_idx, weights, num_tokens, num_experts)
+    routing = {"topk_idx": topk_idx, "num_of_experts": num_experts}
+    given = routing | {"topk_weights": weights}
+    with (
+        make_hybrid_buffer(sent) as hybrid,
+        hybrid_ep.ElasticBuffer(dist.group.WORLD, num_max_tokens_per_rank=num_tokens, engine="cuda") as elastic,
+    ):
+        calls: dict[str, tuple[hybrid_ep.HybridEPBuffer | hybrid_ep.ElasticBuffer, Callable[[], Any]]] = {
+            "dispatch": (hybrid, lambda: hybrid.dispatch(x, **given)[3]),
+            "dispatch without weights": (hybrid, lambda: hybrid.dispatch(x, **routing)[3]),
+            "dispatch of a map": (hybrid, lambda: hybrid.dispatch(x, routing_map=routing_map)[3]),
+            "dispatch of probs": (hybrid, lambda: hybrid.dispatch(x, routing_map=routing_map, probs=probs)[3]),
+            "dispatch_with_permute": (hybrid, lambda: hybrid.dispatch_with_permute(hidden=x, **given)[4]),
+            "elastic": (elastic, lambda: elastic.dispatch(x, topk_idx, weights, num_experts=num_experts)[3]),
+            "elastic, by expert": (
+                elastic,
+                lambda: elastic.dispatch(x, topk_idx, weights, num_experts=num_experts, do_expand=True)[3],
+            ),
+        }
+        for name, (buffer, call) in calls.items():
+            num_slots = _arena(buffer).num_free
+            for number in range(3):
+                handle = call()
+                assert _arena(buffer).num_free == num_slots, f"{name}, call {number}: its handle holds a slot"
+                del handle
 
 
 def check_pool_grows() -> None:

@@ -149,6 +149,7 @@ def test_graph_replay(run_gpus: RunRanks, check: Callable[[int], None]) -> None:
         late_errors.check_error_of_a_replay,
         capacity.check_empty_cache,
         capacity.check_growth,
+        capacity.check_handles_hold_no_slot,
         capacity.check_exact_counts,
         capacity.check_most_tokens,
         capacity.check_pool,

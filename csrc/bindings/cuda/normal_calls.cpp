@@ -1,5 +1,6 @@
 // Dispatches and combines that repeat an earlier call, within a domain and with rows by source.
 #include <optional>
+#include <tuple>
 #include <utility>
 
 #include "bindings/cuda/address.h"
@@ -19,7 +20,8 @@ namespace {
 class RepeatedDispatch {
  public:
   // Without a bound each call waits for its counts. `max_rows`: the most rows of any rank, with a bound. `dense`: makes
-  // probabilities of the experts of received rows, which are returned in place of weights.
+  // probabilities of the experts of received rows, which are returned in place of weights. Then the top-k indices are a
+  // copy, which holds no slot.
   RepeatedDispatch(py::handle engine, const DispatchPlan& plan, std::optional<int> bound, int max_rows,
                    int64_t counts_at, bool returns_topk, const std::optional<TopkProbs>& dense, py::object grid,
                    const py::object& route_type, py::object handle_type)
@@ -78,10 +80,12 @@ class RepeatedDispatch {
     const py::object handle = make_named(handle_type_, made.rank_prefix, plan_.num_tokens, num_recv, plan_.num_experts,
                                          plan_.num_topk, grid_, route);
     const py::object topk_idx = returns_topk_ ? calls_.topk_of(piece, plan_) : py::none();
-    PyObject* const received[] = {made.experts.ptr(), made.weights.ptr()};
-    const bool is_dense = dense_ && !made.weights.is_none();
-    const py::object weights = is_dense ? dense_->sum_weights(received) : made.weights;
-    return py::make_tuple(made.rows, made.scales, made.experts, weights, counts, handle, topk_idx);
+    py::object experts = made.experts, weights = made.weights;
+    if (dense_ && !weights.is_none()) {
+      PyObject* const received[] = {made.experts.ptr(), made.weights.ptr()};
+      std::tie(weights, experts) = dense_->sum_weights_and_copy(received);
+    }
+    return py::make_tuple(made.rows, made.scales, experts, weights, counts, handle, topk_idx);
   }
 
   EngineCalls calls_;

@@ -1,8 +1,5 @@
 #include "bindings/cuda/topk_probs.h"
 
-#include <cstdint>
-#include <utility>
-
 #include "bindings/cuda/address.h"
 #include "bindings/cuda/bindings.h"
 #include "common/device_guard.h"
@@ -25,6 +22,7 @@ TopkProbs::TopkProbs(int num_topk, int num_experts, const py::object& device, in
                      py::object current_stream, bool by_python)
     : num_topk_(num_topk),
       num_experts_(num_experts),
+      make_topk_idx_({0, num_topk}, {num_topk, 1}, dtype_of("int64"), device, by_python),
       make_weights_({0, num_topk}, {num_topk, 1}, dtype_of("float32"), device, by_python),
       make_probs_({0, num_experts}, {num_experts, 1}, dtype_of("float32"), device, by_python),
       device_(device_index),
@@ -35,20 +33,27 @@ py::object TopkProbs::to_weights(FastArguments arguments) const {
   uintptr_t weights_at = 0;
   py::object weights = make_weights_.make_rows(num_tokens, &weights_at);
   const DeviceGuard guard(device_);
-  launch_probs_to_weights({pointer<int64_t>(address_of(arguments[0])), pointer<float>(weights_at),
+  launch_probs_to_weights({pointer<int64_t>(address_of(arguments[0])), nullptr, pointer<float>(weights_at),
                            pointer<float>(address_of(arguments[1])), num_tokens, num_topk_, num_experts_, false},
                           stream_.get());
   return weights;
 }
 
-py::object TopkProbs::to_probs(FastArguments arguments, bool adds_columns) const {
+std::pair<py::object, py::object> TopkProbs::sum_weights_and_copy(FastArguments arguments) const {
+  uintptr_t copy_at = 0;
+  py::object copy = make_topk_idx_.make_rows(num_rows(arguments[0]), &copy_at);
+  return {to_probs(arguments, /*adds_columns=*/true, copy_at), std::move(copy)};
+}
+
+py::object TopkProbs::to_probs(FastArguments arguments, bool adds_columns, uintptr_t copy_at) const {
   const int num_tokens = num_rows(arguments[0]);
   uintptr_t probs_at = 0;
   py::object probs = make_probs_.make_rows(num_tokens, &probs_at);
   const DeviceGuard guard(device_);
-  launch_weights_to_probs({pointer<int64_t>(address_of(arguments[0])), pointer<float>(address_of(arguments[1])),
-                           pointer<float>(probs_at), num_tokens, num_topk_, num_experts_, adds_columns},
-                          stream_.get());
+  launch_weights_to_probs(
+      {pointer<int64_t>(address_of(arguments[0])), pointer<int64_t>(copy_at), pointer<float>(address_of(arguments[1])),
+       pointer<float>(probs_at), num_tokens, num_topk_, num_experts_, adds_columns},
+      stream_.get());
   return probs;
 }
 
