@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,7 @@ from tests.battery.normal import equal, unread_values
 from tests.emulation.engine import local_kernels
 from tests.emulation.repeated_calls import on_stream
 
-__all__ = ["check_elastic_calls", "check_permuted_calls", "check_plain_calls"]
+__all__ = ["check_elastic_calls", "check_fields_of_handles", "check_permuted_calls", "check_plain_calls"]
 
 
 def _steps(stack: contextlib.ExitStack, engine: Any, *names: str) -> Callable[[], list[int]]:
@@ -237,6 +238,33 @@ def check_plain_calls() -> None:
             other.dispatch(inputs.x, handle=handle)
             other.combine(torch.zeros(handle.num_recv, case.hidden, dtype=torch.bfloat16), handle=handle)
             assert not other._repeats, "a repeated call would know a handle of another buffer by its address"
+
+
+def check_fields_of_handles() -> None:
+    """C++ makes handles by position. It refuses classes whose fields have another order."""
+    from hybrid_ep.engine.cuda import repeated
+
+    case = Case("fields", dist.get_world_size(), 12, hidden=256)
+    inputs = case.inputs(dist.get_rank())
+
+    def dispatch(*, by_expert: bool) -> None:
+        with hybrid.make_buffer(case) as buffer:
+            call = buffer.dispatch_with_permute if by_expert else buffer.dispatch
+            call(hidden=inputs.x, topk_idx=inputs.topk_idx, num_of_experts=case.num_experts)
+
+    with unread_values(), local_kernels():
+        for by_expert in False, True:
+            for kind in repeated.Route, repeated.DispatchHandle, *((repeated.PermuteHandle,) if by_expert else ()):
+                name, (first, *others) = kind.__name__, kind._fields
+                other = collections.namedtuple(name, (*others, first))
+                types = tuple(other if one is kind else one for one in repeated._TYPES)
+                with (
+                    mock.patch.object(repeated, name, other),
+                    mock.patch.object(repeated, "_TYPES", types),
+                    pytest.raises(ValueError, match=rf"the fields of {name} are \('{others[0]}', "),
+                ):
+                    dispatch(by_expert=by_expert)
+            dispatch(by_expert=by_expert)
 
 
 def check_elastic_calls() -> None:

@@ -6,7 +6,6 @@
 #include <cuda_runtime_api.h>
 #include <pybind11/pybind11.h>
 
-#include <array>
 #include <cstdint>
 #include <optional>
 #include <stdexcept>
@@ -16,29 +15,13 @@
 #include "bindings/cuda/address.h"
 #include "bindings/cuda/bindings.h"
 #include "bindings/cuda/fast_call.h"
+#include "bindings/cuda/named_tuple.h"
 #include "bindings/cuda/ordered_launches.h"
 #include "bindings/cuda/route_memory.h"
 #include "bindings/cuda/tensors.h"
 #include "common/capture.h"
 
 namespace hybrid_ep::bindings {
-
-inline pybind11::object field(const pybind11::object& object) { return object; }
-template <typename Integer>
-pybind11::object field(Integer value) {
-  return pybind11::int_(value);
-}
-
-// A tuple of a class that is a NamedTuple. Calling the class would take longer than the rest of a call's bookkeeping.
-template <typename... Fields>
-pybind11::object make_named(const pybind11::object& named, const Fields&... fields) {
-  auto* const type = reinterpret_cast<PyTypeObject*>(named.ptr());
-  std::array<pybind11::object, sizeof...(Fields)> values{field(fields)...};
-  auto made = pybind11::reinterpret_steal<pybind11::object>(type->tp_alloc(type, values.size()));
-  if (!made) throw pybind11::error_already_set();
-  for (size_t i = 0; i < values.size(); ++i) PyTuple_SET_ITEM(made.ptr(), i, values[i].release().ptr());
-  return made;
-}
 
 // The fields of a Route in hybrid_ep/engine/cuda/route.py that calls read.
 struct RouteFields {
@@ -81,7 +64,9 @@ class EngineCalls {
         route_type_(route_type),
         launches_(engine.attr("_order").cast<OrderedLaunches&>()),
         number_(engine.attr("number").cast<int>()),
-        device_(engine.attr("_index").cast<int>()) {}
+        device_(engine.attr("_index").cast<int>()) {
+    require_route(route_type_);
+  }
 
   Communicator& communicator;
   RouteMemory& routes;

@@ -7,6 +7,7 @@
 #include "bindings/cuda/bindings.h"
 #include "bindings/cuda/engine_calls.h"
 #include "bindings/cuda/fast_call.h"
+#include "bindings/cuda/named_tuple.h"
 #include "bindings/cuda/new_tensor.h"
 #include "bindings/cuda/route_memory.h"
 #include "bindings/cuda/slot_tensors.h"
@@ -34,7 +35,9 @@ class RepeatedDispatch {
         returns_topk_(returns_topk),
         dense_(dense),
         grid_(std::move(grid)),
-        handle_type_(std::move(handle_type)) {}
+        handle_type_(std::move(handle_type)) {
+    require_dispatch_handle(handle_type_);
+  }
 
   // Takes rows, scales, top-k indices and weights. Returns rows, scales, top-k indices, weights or probabilities,
   // counts, the handle, and a copy of the given top-k indices or None. None: the call is still to be made, in several

@@ -8,6 +8,7 @@
 #include "bindings/cuda/bindings.h"
 #include "bindings/cuda/engine_calls.h"
 #include "bindings/cuda/fast_call.h"
+#include "bindings/cuda/named_tuple.h"
 #include "bindings/cuda/new_tensor.h"
 #include "bindings/cuda/route_memory.h"
 #include "bindings/cuda/slot_tensors.h"
@@ -20,7 +21,10 @@ namespace {
 // The classes of hybrid_ep/engine of which handles are made.
 struct HandleTypes {
   explicit HandleTypes(const py::tuple& types)
-      : route(types[0]), dispatch(types[1]), permute_state(types[2]), permute(types[3]) {}
+      : route(types[0]), dispatch(types[1]), permute_state(types[2]), permute(types[3]) {
+    require_dispatch_handle(dispatch);
+    require_permute_handle(permute);
+  }
 
   py::object route, dispatch, permute_state, permute;
 };
