@@ -2,7 +2,7 @@
 
 `dist.barrier` disturbs what is measured after it. With NCCL each barrier leaves an entry for the watchdog thread of
 torch. Every 100 ms that thread looks at its entries and frees their events. Meanwhile calls of CUDA by other threads
-wait for 1 to 3 ms. A barrier of Gloo sleeps, so the caches of its CPU are cold afterwards.
+may wait for 1 to 3 ms. A barrier of Gloo sleeps, so the caches of its CPU are cold afterwards.
 """
 
 from __future__ import annotations
