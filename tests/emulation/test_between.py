@@ -142,6 +142,7 @@ def test_refusals(run_emulated: RunEmulated, check: str) -> None:
     [
         "multi_gpu.capacity.check_empty_cache",
         "multi_gpu.capacity.check_growth",
+        "multi_gpu.capacity.check_handles_hold_no_slot",
         "multi_gpu.capacity.check_pool",
         "multi_gpu.refusals.check_common_bounds_that_differ",
     ],

@@ -81,6 +81,7 @@ def test_permuted(run_ranks: RunRanks, case: Case, check: Callable[..., None]) -
         ("refusals.check_too_many_tokens", ()),
         ("capacity.check_empty_cache", ()),
         ("capacity.check_growth", ()),
+        ("capacity.check_handles_hold_no_slot", ()),
         ("capacity.check_pool", ()),
     ],
     ids=lambda value: value.partition(".")[2] if isinstance(value, str) else "",
