@@ -12,7 +12,6 @@ import mmap
 import os
 import tempfile
 import time
-from types import TracebackType
 
 import torch.distributed as dist
 
@@ -29,7 +28,7 @@ _LATE = "it did not come; has its process ended?"
 class HostBarrier:
     """A barrier of all ranks. If they share no memory, because they are on several hosts, it is `dist.barrier`.
 
-    A context manager. Construction is collective.
+    Construction is collective.
 
     Args:
         limit_s: how long a rank waits for the others.
@@ -38,8 +37,8 @@ class HostBarrier:
     def __init__(self, limit_s: float = _LIMIT_S) -> None:
         self._rank, self._num_ranks, self._limit_s = dist.get_rank(), dist.get_world_size(), limit_s
         self._epoch = 0
-        self._memory = _share_memory(_BYTES_PER_RANK * self._num_ranks)
-        self._epochs = None if self._memory is None else memoryview(self._memory).cast("q")  # latest of each rank
+        memory = _share_memory(_BYTES_PER_RANK * self._num_ranks)
+        self._epochs = None if memory is None else memoryview(memory).cast("q")  # the latest of each rank
 
     @property
     def is_shared(self) -> bool:
@@ -64,17 +63,6 @@ class HostBarrier:
                 if time.monotonic() > deadline:
                     raise TimeoutError("barrier of the benchmark", self._rank, rank, _LATE, timeout_s=self._limit_s)
 
-    def __enter__(self) -> HostBarrier:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._memory is not None and self._epochs is not None:
-            self._epochs.release()
-            self._memory.close()
-            self._memory = self._epochs = None
-
 
 def _share_memory(num_bytes: int) -> mmap.mmap | None:
     """Memory of zeros that all ranks share; None, at every rank, if they have none. Collective."""
@@ -91,8 +79,4 @@ def _share_memory(num_bytes: int) -> mmap.mmap | None:
             memory = mmap.mmap(shared.fileno(), num_bytes)
         mapped: list[bool] = [False] * dist.get_world_size()
         dist.all_gather_object(mapped, memory is not None)  # only then the file may go
-    if all(mapped):
-        return memory
-    if memory is not None:
-        memory.close()
-    return None
+    return memory if all(mapped) else None

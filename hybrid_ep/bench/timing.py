@@ -130,16 +130,16 @@ def time_host(
         For each name, microseconds until each call that counts returned to the host.
     """
     microseconds: dict[str, list[float]] = {name: [] for name in calls}
-    with HostBarrier() as barrier:
-        for _ in range(num_rows):
-            _wait_for(device)
-            barrier.wait()
-            for i in range(in_a_row):
-                for name, call in calls.items():
-                    begin = time.perf_counter()
-                    call()
-                    if i >= num_skipped:
-                        microseconds[name].append(1e6 * (time.perf_counter() - begin))
+    barrier = HostBarrier()
+    for _ in range(num_rows):
+        _wait_for(device)
+        barrier.wait()
+        for i in range(in_a_row):
+            for name, call in calls.items():
+                begin = time.perf_counter()
+                call()
+                if i >= num_skipped:
+                    microseconds[name].append(1e6 * (time.perf_counter() - begin))
     _wait_for(device)
     return microseconds
 
@@ -171,18 +171,18 @@ def time_until_done(
             call()
     times = {name: Times() for name in calls}
     orders = random.Random(num_runs)
-    with HostBarrier() as barrier:
-        for _ in range(num_runs):
-            names = list(calls)
-            for name in orders.sample(names, len(names)) if in_any_order else names:
-                _wait_for(device)
-                barrier.wait()
-                begin = time.perf_counter()
-                calls[name]()
-                returned = time.perf_counter()
-                _wait_for(device)
-                times[name].microseconds.append(1e6 * (time.perf_counter() - begin))
-                times[name].host_microseconds.append(1e6 * (returned - begin))
+    barrier = HostBarrier()
+    for _ in range(num_runs):
+        names = list(calls)
+        for name in orders.sample(names, len(names)) if in_any_order else names:
+            _wait_for(device)
+            barrier.wait()
+            begin = time.perf_counter()
+            calls[name]()
+            returned = time.perf_counter()
+            _wait_for(device)
+            times[name].microseconds.append(1e6 * (time.perf_counter() - begin))
+            times[name].host_microseconds.append(1e6 * (returned - begin))
     return times
 
 
@@ -193,14 +193,14 @@ def _wait_for(device: str) -> None:
 
 def _time_on_cpu(calls: dict[str, Callable[[], object]], num_runs: int) -> dict[str, Times]:
     times = {name: Times() for name in calls}
-    with HostBarrier() as barrier:
-        for _ in range(num_runs):
-            for name, call in calls.items():
-                barrier.wait()
-                begin = time.perf_counter()
-                call()
-                times[name].microseconds.append(1e6 * (time.perf_counter() - begin))
-                times[name].host_microseconds.append(times[name].microseconds[-1])
+    barrier = HostBarrier()
+    for _ in range(num_runs):
+        for name, call in calls.items():
+            barrier.wait()
+            begin = time.perf_counter()
+            call()
+            times[name].microseconds.append(1e6 * (time.perf_counter() - begin))
+            times[name].host_microseconds.append(times[name].microseconds[-1])
     return times
 
 

@@ -20,14 +20,14 @@ MISSING = "/missing_directory"
 def come_in_turns(directory: str = "") -> tuple[bool, list[tuple[float, float]]]:
     """Whether memory is shared, and when this rank came to each barrier and left it; another rank is late each time."""
     times = []
-    directory = directory or host_barrier._DIRECTORY
-    with mock.patch.object(host_barrier, "_DIRECTORY", directory), HostBarrier() as barrier:
-        for i in range(NUM_BARRIERS):
-            time.sleep(0.02 if i % dist.get_world_size() == dist.get_rank() else 0)
-            came = time.monotonic()
-            barrier.wait()
-            times.append((came, time.monotonic()))
-        return barrier.is_shared, times
+    with mock.patch.object(host_barrier, "_DIRECTORY", directory or host_barrier._DIRECTORY):
+        barrier = HostBarrier()
+    for i in range(NUM_BARRIERS):
+        time.sleep(0.02 if i % dist.get_world_size() == dist.get_rank() else 0)
+        came = time.monotonic()
+        barrier.wait()
+        times.append((came, time.monotonic()))
+    return barrier.is_shared, times
 
 
 def _check(of_ranks: list[tuple[bool, list[tuple[float, float]]]], *, is_shared: bool) -> None:
@@ -49,9 +49,9 @@ def map_nothing_at_rank_1() -> bool:
     """Whether memory is shared if one rank, as on another host, does not see the file."""
     with mock.patch.object(host_barrier, "open", create=True) as opened:
         opened.side_effect = FileNotFoundError if dist.get_rank() == 1 else open
-        with HostBarrier() as barrier:
-            barrier.wait()
-            return barrier.is_shared
+        barrier = HostBarrier()
+    barrier.wait()
+    return barrier.is_shared
 
 
 def test_a_rank_that_does_not_see_the_memory(run_ranks: RunRanks) -> None:
@@ -60,14 +60,12 @@ def test_a_rank_that_does_not_see_the_memory(run_ranks: RunRanks) -> None:
 
 def wait_for_rank_1() -> str:
     """What rank 0 is told if rank 1 does not come."""
-    with HostBarrier(limit_s=0.1) as barrier:
-        if dist.get_rank() == 1:
-            return ""
-        try:
-            barrier.wait()
-        except TimeoutError as error:
-            return str(error)
-    return "no error"
+    barrier = HostBarrier(limit_s=0.1)
+    if dist.get_rank() == 1:
+        return ""
+    with pytest.raises(TimeoutError) as raised:
+        barrier.wait()
+    return str(raised.value)
 
 
 def test_a_rank_that_does_not_come(run_ranks: RunRanks) -> None:
@@ -79,13 +77,13 @@ def test_a_rank_that_does_not_come(run_ranks: RunRanks) -> None:
 
 def lowest_epochs() -> list[int]:
     """The lowest epoch of all ranks each time this one left."""
-    with HostBarrier() as barrier:
-        found = []
-        for _ in range(1000):
-            barrier.wait()
-            assert barrier._epochs is not None
-            found.append(min(barrier._epochs))
-        return found
+    barrier = HostBarrier()
+    found = []
+    for _ in range(1000):
+        barrier.wait()
+        assert barrier._epochs is not None
+        found.append(min(barrier._epochs))
+    return found
 
 
 def test_a_thousand_barriers(run_ranks: RunRanks) -> None:
