@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 from matplotlib.ticker import FixedLocator, ScalarFormatter
 
-from hybrid_ep.model.spread import touched
+from hybrid_ep.cluster.model.spread import touched
 from hybrid_ep.report.charts import BLUE, GREY, ORANGE, new_figure, theme, to_png
 from hybrid_ep.testing.workload import Workload
 

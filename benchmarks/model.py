@@ -14,11 +14,11 @@ from typing import NamedTuple
 import click
 import numpy as np
 
-from hybrid_ep.model.compare import Comparison, compare_results
-from hybrid_ep.model.predict import predict
-from hybrid_ep.model.question import Question
-from hybrid_ep.model.simulate import Tail, simulate_tail
-from hybrid_ep.model.traffic import expected_rows
+from hybrid_ep.cluster.model.compare import Comparison, compare_results
+from hybrid_ep.cluster.model.predict import predict
+from hybrid_ep.cluster.model.question import Question
+from hybrid_ep.cluster.model.simulate import Tail, simulate_tail
+from hybrid_ep.cluster.model.traffic import expected_rows
 from hybrid_ep.testing.workload import Workload
 
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -18,8 +18,11 @@ ROOT = Path(__file__).resolve().parents[1]
 # from lower levels only.
 PYTHON: list[list[str]] = [
     ["cli"],
-    ["k8s", "validation", "info", "model"],
-    ["demo", "bench", "doctor"],
+    ["info"],
+    ["cluster.kubernetes", "cluster.validation", "cluster.model"],
+    ["cluster.doctor"],
+    ["cluster"],
+    ["demo", "bench"],
     ["nn", "elastic"],
     ["balance"],
     ["report"],

@@ -26,7 +26,7 @@ else
   # shellcheck disable=SC2086
   "$bin/python" - "$inventory" "${PROFILE:-}" ${HOSTS:-} <<'PY'
 import json, pathlib, subprocess, sys
-from hybrid_ep.doctor.profile import is_profile_file, load_profile, shipped_profiles
+from hybrid_ep.cluster.doctor.profile import is_profile_file, load_profile, shipped_profiles
 from hybrid_ep.errors import ConfigError
 file, profile, *names = sys.argv[1:]
 allowed = f"set PROFILE; allowed: {', '.join(shipped_profiles())}, or a YAML file"

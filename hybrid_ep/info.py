@@ -21,7 +21,7 @@ from rich.table import Table
 
 from hybrid_ep import env
 from hybrid_ep._version import __version__
-from hybrid_ep.doctor import Node, Unreadable, WatchedNode
+from hybrid_ep.cluster.doctor import Node, Unreadable, WatchedNode
 from hybrid_ep.errors import ConfigError
 
 __all__ = ["Info", "collect", "env_table", "info"]

@@ -15,7 +15,7 @@ from typing import Any
 from ansible.errors import AnsibleActionFail, AnsibleConnectionFailure
 from ansible.plugins.action import ActionBase
 
-from hybrid_ep.doctor.profile import is_profile_file, load_profile
+from hybrid_ep.cluster.doctor.profile import is_profile_file, load_profile
 from hybrid_ep.errors import ConfigError
 
 

@@ -12,7 +12,7 @@ __all__ = ["rail_metrics"]
 
 
 def rail_metrics(name: str, gbytes_per_s: Sequence[float], num_ranks_per_domain: int) -> list[dict[str, Any]]:
-    """Metrics as `hybrid_ep.validation` reads them.
+    """Metrics as `hybrid_ep.cluster.validation` reads them.
 
     Args:
         name: of the figure; a rail adds ``railN`` to it.

@@ -15,8 +15,8 @@ from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 
-from hybrid_ep.validation.cluster import Cluster, load_cluster
-from hybrid_ep.validation.page import to_html
+from hybrid_ep.cluster.validation.cluster import Cluster, load_cluster
+from hybrid_ep.cluster.validation.page import to_html
 from tests.prerequisites import find
 from tests.sim.cluster import simulated_reports, write_large, write_small
 

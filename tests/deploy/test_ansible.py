@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 import yaml
 
-from hybrid_ep.validation.begin import Inventory, begin_validation
-from hybrid_ep.validation.results import read_inventory
+from hybrid_ep.cluster.validation.begin import Inventory, begin_validation
+from hybrid_ep.cluster.validation.results import read_inventory
 from tests.prerequisites import require, require_programs
 from tests.sim.fleet import HOME, ROOT, SIMULATED, Fleet, Play, names_of
 from tests.sim.hosts import missing_prerequisites

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from hybrid_ep.doctor.registry import all_checks
-from hybrid_ep.k8s.manifest import Manifest, load
+from hybrid_ep.cluster.doctor.registry import all_checks
+from hybrid_ep.cluster.kubernetes.manifest import Manifest, load
 from tests.prerequisites import require, require_programs
 from tests.sim.hosts import Cluster, Host, missing_prerequisites
 from tests.sim.indexed_job import run_indexed_job, start_group

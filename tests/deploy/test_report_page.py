@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hybrid_ep.doctor import Report
-from hybrid_ep.validation.cluster import Cluster
+from hybrid_ep.cluster.doctor import Report
+from hybrid_ep.cluster.validation.cluster import Cluster
 from tests.prerequisites import require, require_programs
 from tests.sim.cluster import PLATFORM, names, simulated_reports, write_inventory, write_large, write_nodes, write_small
 

@@ -40,9 +40,9 @@ def test_a_page_has_what_it_is_for(site: Path, page: str, words: list[str]) -> N
 
 
 def test_every_check_of_the_doctor_has_a_place(site: Path) -> None:
-    from hybrid_ep.doctor.active.judge import ACTIVE_CHECKS
-    from hybrid_ep.doctor.compare import COMPARISONS
-    from hybrid_ep.doctor.registry import all_checks
+    from hybrid_ep.cluster.doctor.active.judge import ACTIVE_CHECKS
+    from hybrid_ep.cluster.doctor.compare import COMPARISONS
+    from hybrid_ep.cluster.doctor.registry import all_checks
 
     page = (site / "doctor_checks.html").read_text()
     entries = (site / "troubleshooting.html").read_text()

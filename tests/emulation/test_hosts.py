@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from hybrid_ep.k8s.manifest import load
+from hybrid_ep.cluster.kubernetes.manifest import load
 from tests.emulation.hosts_job import GO, PAUSE
 from tests.prerequisites import require, require_programs
 from tests.sim.hosts import Cluster, Host, missing_prerequisites

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybrid_ep.doctor.active.gpu_direct import TorchMemory, open_gpu_end, window_bytes
+from hybrid_ep.cluster.doctor.active.gpu_direct import TorchMemory, open_gpu_end, window_bytes
 from hybrid_ep.errors import TopologyError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no GPU is visible")]

@@ -17,9 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hybrid_ep.doctor import Report, Result, Severity, Status
-from hybrid_ep.doctor.compare import compare
-from hybrid_ep.validation.rounds import rounds
+from hybrid_ep.cluster.doctor import Report, Result, Severity, Status
+from hybrid_ep.cluster.doctor.compare import compare
+from hybrid_ep.cluster.validation.rounds import rounds
 from tests.sim.scenario import build_stub, run_all
 
 PLATFORM = "hgx-h200"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hybrid_ep import _C
-from hybrid_ep.doctor.active.gpu_direct import CHUNK_BYTES, NUM_SLOTS, End, window_bytes
+from hybrid_ep.cluster.doctor.active.gpu_direct import CHUNK_BYTES, NUM_SLOTS, End, window_bytes
 
 
 class Memory:

@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+from hybrid_ep.cluster.kubernetes.manifest import Manifest, load
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.k8s.manifest import Manifest, load
 from tests.sim.hosts import Cluster
 from tests.sim.pods import NAMESPACE, Kubelet, Pod, checkout_image
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hybrid_ep.cluster.kubernetes.manifest import Manifest, load
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.k8s.manifest import Manifest, load
 from tests.sim.hosts import Cluster, Host
 from tests.sim.pods import NAMESPACE, Kubelet, Pod, checkout_image
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hybrid_ep.cluster.kubernetes.manifest import Manifest
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.k8s.manifest import Manifest
 from tests.sim.hosts import Cluster, Host, Image
 
 ROOT = Path(__file__).resolve().parents[2]

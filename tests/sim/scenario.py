@@ -21,10 +21,10 @@ from typing import Any
 
 import yaml
 
-from hybrid_ep.doctor import Node, Report, Status, Unreadable, examine, load_profile, propose_profile
-from hybrid_ep.doctor.capture import capture
-from hybrid_ep.doctor.registry import GROUPS
-from hybrid_ep.doctor.rises import Memory
+from hybrid_ep.cluster.doctor import Node, Report, Status, Unreadable, examine, load_profile, propose_profile
+from hybrid_ep.cluster.doctor.capture import capture
+from hybrid_ep.cluster.doctor.registry import GROUPS
+from hybrid_ep.cluster.doctor.rises import Memory
 from hybrid_ep.topology.recording import Recording, decode
 from tests.sim.platforms import PLATFORMS, bridge_config, healthy, nic_config, profile_of
 

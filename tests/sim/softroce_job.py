@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_ep import _C
-from hybrid_ep.doctor import Node, Selection, Unreadable, examine, load_profile
-from hybrid_ep.doctor.active.gpu_direct import End, window_bytes, write_by_verbs
+from hybrid_ep.cluster.doctor import Node, Selection, Unreadable, examine, load_profile
+from hybrid_ep.cluster.doctor.active.gpu_direct import End, window_bytes, write_by_verbs
 from hybrid_ep.topology import probe
 from hybrid_ep.topology.verbs_readers import READERS, VerbsDevice
 

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from hybrid_ep.cli import main
-from hybrid_ep.doctor import Profile, load_profile
+from hybrid_ep.cluster.doctor import Profile, load_profile
 from tests.sim.platforms import healthy
 from tests.sim.scenario import ROOT, build_stub, stub_environment
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from hybrid_ep.doctor.registry import all_checks
-from hybrid_ep.k8s.command import k8s
-from hybrid_ep.k8s.manifest import load
+from hybrid_ep.cluster.doctor.registry import all_checks
+from hybrid_ep.cluster.kubernetes.command import k8s
+from hybrid_ep.cluster.kubernetes.manifest import load
 from hybrid_ep.topology.recording import Recording
 from tests.prerequisites import require_programs
 from tests.sim.platforms import healthy

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import yaml
 
-from hybrid_ep.k8s.check import check
-from hybrid_ep.k8s.problem import Level
+from hybrid_ep.cluster.kubernetes.check import check
+from hybrid_ep.cluster.kubernetes.problem import Level
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hybrid_ep.k8s.manifest import load
+from hybrid_ep.cluster.kubernetes.manifest import load
 from tests.prerequisites import require_programs
 
 K8S = Path(__file__).resolve().parents[2] / "k8s"

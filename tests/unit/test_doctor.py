@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import pynvml
 import pytest
 
-from hybrid_ep.doctor import (
+from hybrid_ep.cluster.doctor import (
     Finding,
     Node,
     Profile,
@@ -30,13 +30,13 @@ from hybrid_ep.doctor import (
     load_profile,
     propose_profile,
 )
-from hybrid_ep.doctor.compare import COMPARISONS, compare
-from hybrid_ep.doctor.document import document
-from hybrid_ep.doctor.nvml import P2P_NVLINK
-from hybrid_ep.doctor.profile import shipped_profiles
-from hybrid_ep.doctor.registry import GROUPS, all_checks
-from hybrid_ep.doctor.render import to_junit
-from hybrid_ep.doctor.survey import survey
+from hybrid_ep.cluster.doctor.compare import COMPARISONS, compare
+from hybrid_ep.cluster.doctor.document import document
+from hybrid_ep.cluster.doctor.nvml import P2P_NVLINK
+from hybrid_ep.cluster.doctor.profile import shipped_profiles
+from hybrid_ep.cluster.doctor.registry import GROUPS, all_checks
+from hybrid_ep.cluster.doctor.render import to_junit
+from hybrid_ep.cluster.doctor.survey import survey
 from hybrid_ep.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -198,15 +198,17 @@ def test_selection_takes() -> None:
     [("guide", "doctor.md"), ("checks", "doctor_checks.md"), ("profiles", "doctor_profiles.md")],
 )
 def test_page_is_not_stale(page: str, file: str) -> None:
-    """Run `python -m hybrid_ep.doctor.document PAGE > docs/FILE` when this fails."""
+    """Run `python -m hybrid_ep.cluster.doctor.document PAGE > docs/FILE` when this fails."""
     assert (ROOT / "docs" / file).read_text() == document(page)
 
 
 def test_page_of_other_validators_names_checks_that_exist() -> None:
     page = (ROOT / "docs" / "doctor_scope.md").read_text()
     named = set(re.findall(r"`((?:driver|gpu|nvlink|mnnvl|nic|affinity|gdr|host|software|active|compare)\.\w+)`", page))
-    active = "".join(path.read_text() for path in sorted((ROOT / "hybrid_ep" / "doctor" / "active").glob("*.py")))
-    between = (ROOT / "hybrid_ep" / "doctor" / "compare.py").read_text()
+    active = "".join(
+        path.read_text() for path in sorted((ROOT / "hybrid_ep" / "cluster" / "doctor" / "active").glob("*.py"))
+    )
+    between = (ROOT / "hybrid_ep" / "cluster" / "doctor" / "compare.py").read_text()
     known = {check.id for check in all_checks()} | set(re.findall(r'"((?:active|compare)\.\w+)"', active + between))
     assert len(named) > 40
     assert named <= known
@@ -371,7 +373,9 @@ def test_cuda_of_torch_is_read_from_its_file(
 
 def test_doctor_starts_without_torch() -> None:
     """The doctor must run where torch is broken, and start fast."""
-    code = "import sys, hybrid_ep.doctor.command, hybrid_ep.doctor.topology_command; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from hybrid_ep.cluster.doctor import command, topology_command; sys.exit('torch' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from hybrid_ep.doctor import Node, Profile, Result, Status, Unreadable, load_profile
-from hybrid_ep.doctor.active import TorchMachine, examine_actively, gpu_direct, measure
-from hybrid_ep.doctor.active.gpu_direct import Written, write_by_verbs
-from hybrid_ep.doctor.active.judge import ACTIVE_CHECKS, judge_burn, judge_rates, judge_rdma
-from hybrid_ep.doctor.active.measure import Burn, write_over_rdma
+from hybrid_ep.cluster.doctor import Node, Profile, Result, Status, Unreadable, load_profile
+from hybrid_ep.cluster.doctor.active import TorchMachine, examine_actively, gpu_direct, measure
+from hybrid_ep.cluster.doctor.active.gpu_direct import Written, write_by_verbs
+from hybrid_ep.cluster.doctor.active.judge import ACTIVE_CHECKS, judge_burn, judge_rates, judge_rdma
+from hybrid_ep.cluster.doctor.active.measure import Burn, write_over_rdma
 from tests.sim.gpu_direct import Ends, Native
 
 _SOUND = Burn(tflops=700.0, checksums=(1234,), celsius=70, watts=690, mhz=1700)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_ep.doctor import Node, Unreadable
-from hybrid_ep.doctor.dcb import DcbState, parse_ieee, read_dcb
-from hybrid_ep.doctor.node import LogLine
-from hybrid_ep.doctor.rises import Limits, Memory, judge_rise
-from hybrid_ep.doctor.xid import ACTIONS, catalogue, read_incidents
+from hybrid_ep.cluster.doctor import Node, Unreadable
+from hybrid_ep.cluster.doctor.dcb import DcbState, parse_ieee, read_dcb
+from hybrid_ep.cluster.doctor.node import LogLine
+from hybrid_ep.cluster.doctor.rises import Limits, Memory, judge_rise
+from hybrid_ep.cluster.doctor.xid import ACTIONS, catalogue, read_incidents
 
 _GPU = "PCI:0000:23:00"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_ep.doctor import Node, Unreadable, WatchedNode
+from hybrid_ep.cluster.doctor import Node, Unreadable, WatchedNode
 from hybrid_ep.errors import ConfigError
 
 _LIMIT_S = 0.4

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from hybrid_ep.k8s.check import check, known_rules
-from hybrid_ep.k8s.manifest import load
-from hybrid_ep.k8s.schema import kubernetes_versions
+from hybrid_ep.cluster.kubernetes.check import check, known_rules
+from hybrid_ep.cluster.kubernetes.manifest import load
+from hybrid_ep.cluster.kubernetes.schema import kubernetes_versions
 from tests.prerequisites import require_programs
 
 cel = pytest.importorskip("cel", reason="common-expression-language")

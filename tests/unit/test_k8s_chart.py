@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from hybrid_ep import __version__
-from hybrid_ep.k8s.check import check
-from hybrid_ep.k8s.manifest import load
-from hybrid_ep.k8s.problem import Level
+from hybrid_ep.cluster.kubernetes.check import check
+from hybrid_ep.cluster.kubernetes.manifest import load
+from hybrid_ep.cluster.kubernetes.problem import Level
 from tests.prerequisites import require_programs
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,12 +18,12 @@ import yaml
 from click.testing import CliRunner
 
 from hybrid_ep.cli import main
-from hybrid_ep.doctor.command import doctor as cli_doctor
+from hybrid_ep.cluster.doctor.command import doctor as cli_doctor
+from hybrid_ep.cluster.kubernetes.check import check
+from hybrid_ep.cluster.kubernetes.command import k8s
+from hybrid_ep.cluster.kubernetes.manifest import find_sources, load
+from hybrid_ep.cluster.kubernetes.rules import RULES
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.k8s.check import check
-from hybrid_ep.k8s.command import k8s
-from hybrid_ep.k8s.manifest import find_sources, load
-from hybrid_ep.k8s.rules import RULES
 from tests.prerequisites import require_programs
 from tests.unit.k8s_overlays import K8S, OVERLAYS, Tree, built, launcher, worker
 
@@ -572,5 +572,6 @@ def test_page_lists_every_rule() -> None:
 
 
 def test_command_starts_without_schemas_and_torch() -> None:
-    code = "import sys; from hybrid_ep.k8s import command; print({'kubernetes_validate', 'torch'} & set(sys.modules))"
+    code = "from hybrid_ep.cluster.kubernetes import command"
+    code += "; import sys; print({'kubernetes_validate', 'torch'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"

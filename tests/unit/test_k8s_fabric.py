@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import yaml
 
-from hybrid_ep.doctor.profile import load_profile
+from hybrid_ep.cluster.doctor.profile import load_profile
+from hybrid_ep.cluster.kubernetes.check import check
+from hybrid_ep.cluster.kubernetes.problem import Level
 from hybrid_ep.env import VARIABLES
-from hybrid_ep.k8s.check import check
-from hybrid_ep.k8s.problem import Level
 from tests.unit.k8s_overlays import K8S, OVERLAYS, built, launcher, worker
 
 WITH_NICS = ("infiniband", "roce-sriov", "eks-efa", "gke", "aks-infiniband", "oke-roce")

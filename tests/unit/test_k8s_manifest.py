@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hybrid_ep.k8s.check import check
-from hybrid_ep.k8s.problem import Level
+from hybrid_ep.cluster.kubernetes.check import check
+from hybrid_ep.cluster.kubernetes.problem import Level
 
 POD = "apiVersion: v1\nkind: Pod\nmetadata: {name: a}\nspec:\n  containers:\n  - {name: a, image: 'a:1', args: [x]}\n"
 

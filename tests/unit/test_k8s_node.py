@@ -24,14 +24,14 @@ from click.testing import CliRunner
 
 from hybrid_ep import env
 from hybrid_ep.cli import main
-from hybrid_ep.doctor.model import Report, Result, Severity, Status
-from hybrid_ep.doctor.node import Node, Unreadable
+from hybrid_ep.cluster.doctor.model import Report, Result, Severity, Status
+from hybrid_ep.cluster.doctor.node import Node, Unreadable
+from hybrid_ep.cluster.kubernetes import api, node
+from hybrid_ep.cluster.kubernetes.api import ApiServer, ConflictError, NodeError
+from hybrid_ep.cluster.kubernetes.kernel_log import keep_kernel_log
+from hybrid_ep.cluster.kubernetes.metrics import Metrics, serve
+from hybrid_ep.cluster.kubernetes.node import CONDITION, LABEL, MEMORY, UNDER_LOAD, Marking, fault_type, mark_node
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.k8s import api, node
-from hybrid_ep.k8s.api import ApiServer, ConflictError, NodeError
-from hybrid_ep.k8s.kernel_log import keep_kernel_log
-from hybrid_ep.k8s.metrics import Metrics, serve
-from hybrid_ep.k8s.node import CONDITION, LABEL, MEMORY, UNDER_LOAD, Marking, fault_type, mark_node
 from tests.prerequisites import require_programs
 from tests.sim.scenario import load_scenarios
 
@@ -372,11 +372,11 @@ def test_command_that_keeps_the_kernel_log_says_why_it_cannot(tmp_path: Path, mo
     def refuse(node: Node) -> str:
         raise Unreadable("/dev/kmsg: Operation not permitted")
 
-    monkeypatch.setattr("hybrid_ep.k8s.kernel_log.kernel_records", refuse)
+    monkeypatch.setattr("hybrid_ep.cluster.kubernetes.kernel_log.kernel_records", refuse)
     done = CliRunner().invoke(main, ["k8s", "kernel-log", str(tmp_path / "kernel.log")])
     assert done.exit_code == 1
     assert "the kernel log cannot be read: /dev/kmsg: Operation not permitted" in str(done.output + done.stderr)
-    monkeypatch.setattr("hybrid_ep.k8s.kernel_log.kernel_records", lambda node: "")
+    monkeypatch.setattr("hybrid_ep.cluster.kubernetes.kernel_log.kernel_records", lambda node: "")
     done = CliRunner().invoke(main, ["k8s", "kernel-log", str(tmp_path / "no" / "kernel.log")])
     assert "cannot be written: No such file or directory" in str(done.output + done.stderr)
 
@@ -479,7 +479,9 @@ def test_command_goes_on_where_the_doctor_gives_no_report(
     seen: list[str] = []
     monkeypatch.setenv(env.NODE_NAME.name, "n1")
     monkeypatch.setattr(ApiServer, "of_this_pod", classmethod(lambda cls: server.api))
-    monkeypatch.setattr("hybrid_ep.k8s.command.time", SimpleNamespace(sleep=look))  # subprocess sleeps, too
+    monkeypatch.setattr(
+        "hybrid_ep.cluster.kubernetes.command.time", SimpleNamespace(sleep=look)
+    )  # subprocess sleeps, too
     make_doctor(tmp_path, monkeypatch, "exit 2")
     done = CliRunner().invoke(main, ["k8s", "mark-node", "--every", "600"])
     assert done.exit_code == 7

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_ep.k8s.check import check
+from hybrid_ep.cluster.kubernetes.check import check
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "manifests" / "public"
 FOUND = {

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_ep.k8s.check import check
-from hybrid_ep.k8s.problem import Level
+from hybrid_ep.cluster.kubernetes.check import check
+from hybrid_ep.cluster.kubernetes.problem import Level
 from tests.unit.k8s_example import Example, examine
 
 W = Level.WARNING

@@ -13,13 +13,13 @@ import yaml
 from click.testing import CliRunner, Result
 
 from hybrid_ep.cli import main
+from hybrid_ep.cluster.kubernetes.check import check, known_rules
+from hybrid_ep.cluster.kubernetes.manifest import load
+from hybrid_ep.cluster.kubernetes.problem import Level, Problem
+from hybrid_ep.cluster.kubernetes.rules import RULES
+from hybrid_ep.cluster.kubernetes.rules.parts import amount
+from hybrid_ep.cluster.kubernetes.schema import kubernetes_versions
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.k8s.check import check, known_rules
-from hybrid_ep.k8s.manifest import load
-from hybrid_ep.k8s.problem import Level, Problem
-from hybrid_ep.k8s.rules import RULES
-from hybrid_ep.k8s.rules.parts import amount
-from hybrid_ep.k8s.schema import kubernetes_versions
 from tests.unit.k8s_overlays import OVERLAYS, built
 from tests.unit.test_k8s_check import BREAKS
 from tests.unit.test_k8s_fields import EXAMPLES

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from hybrid_ep.k8s.check import check
-from hybrid_ep.k8s.problem import Level
+from hybrid_ep.cluster.kubernetes.check import check
+from hybrid_ep.cluster.kubernetes.problem import Level
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "manifests" / "sites"
 CASES = [

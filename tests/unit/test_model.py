@@ -16,16 +16,16 @@ from click.testing import CliRunner, Result
 from benchmarks.model import PACED, TIMER_US, Paced, paced_question
 from hybrid_ep import _C
 from hybrid_ep.cli import main
+from hybrid_ep.cluster.model import warps
+from hybrid_ep.cluster.model.compare import Comparison, compare_results
+from hybrid_ep.cluster.model.machine import Machine
+from hybrid_ep.cluster.model.memory import memory_of
+from hybrid_ep.cluster.model.predict import predict
+from hybrid_ep.cluster.model.question import Question
+from hybrid_ep.cluster.model.simulate import simulate_tail
+from hybrid_ep.cluster.model.spread import touched
+from hybrid_ep.cluster.model.traffic import expected_rows, traffic_of
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.model import warps
-from hybrid_ep.model.compare import Comparison, compare_results
-from hybrid_ep.model.machine import Machine
-from hybrid_ep.model.memory import memory_of
-from hybrid_ep.model.predict import predict
-from hybrid_ep.model.question import Question
-from hybrid_ep.model.simulate import simulate_tail
-from hybrid_ep.model.spread import touched
-from hybrid_ep.model.traffic import expected_rows, traffic_of
 from hybrid_ep.testing.workload import HOT_SHARE, Workload, log_popularity
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hybrid_ep.model.events import Clock, DeadlockError, Gate, Process
-from hybrid_ep.model.protocol import Protocol, ProtocolError
-from hybrid_ep.model.protocol_inputs import Faults
-from hybrid_ep.model.question import Question
-from hybrid_ep.model.simulate import check_seed, ring_of, simulate_tail, times_of
+from hybrid_ep.cluster.model.events import Clock, DeadlockError, Gate, Process
+from hybrid_ep.cluster.model.protocol import Protocol, ProtocolError
+from hybrid_ep.cluster.model.protocol_inputs import Faults
+from hybrid_ep.cluster.model.question import Question
+from hybrid_ep.cluster.model.simulate import check_seed, ring_of, simulate_tail, times_of
 from hybrid_ep.testing.workload import Workload
 
 

@@ -16,17 +16,17 @@ from click.testing import CliRunner, Result
 
 from hybrid_ep.bench.link import LinkFigures, LinkReport
 from hybrid_ep.cli import main
-from hybrid_ep.doctor import Profile, Severity, Status, load_profile
-from hybrid_ep.doctor import Result as CheckResult
-from hybrid_ep.doctor.model import clean
+from hybrid_ep.cluster.doctor import Profile, Severity, Status, load_profile
+from hybrid_ep.cluster.doctor import Result as CheckResult
+from hybrid_ep.cluster.doctor.model import clean
+from hybrid_ep.cluster.validation.cluster import REPORTED, Cluster, load_cluster
+from hybrid_ep.cluster.validation.judge import Job, Profiles, judge
+from hybrid_ep.cluster.validation.junit import to_junit
+from hybrid_ep.cluster.validation.markdown import to_markdown
+from hybrid_ep.cluster.validation.page import to_html
+from hybrid_ep.cluster.validation.record import judge_output
+from hybrid_ep.cluster.validation.results import JobFile, Metric, read_inventory, read_log_tail, schema
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.validation.cluster import REPORTED, Cluster, load_cluster
-from hybrid_ep.validation.judge import Job, Profiles, judge
-from hybrid_ep.validation.junit import to_junit
-from hybrid_ep.validation.markdown import to_markdown
-from hybrid_ep.validation.page import to_html
-from hybrid_ep.validation.record import judge_output
-from hybrid_ep.validation.results import JobFile, Metric, read_inventory, read_log_tail, schema
 from tests.sim.cluster import make_report, make_result, names, write, write_inventory, write_job, write_sound_results
 
 HOSTS = ["a", "b", "c"]

@@ -11,13 +11,13 @@ import pytest
 from click.testing import CliRunner
 
 from hybrid_ep.cli import main
-from hybrid_ep.doctor import Status
-from hybrid_ep.doctor.compare import compare
-from hybrid_ep.validation.causes import OTHER, cause_of
-from hybrid_ep.validation.cluster import Cluster, load_cluster
-from hybrid_ep.validation.markdown import to_markdown
-from hybrid_ep.validation.page import to_html
-from hybrid_ep.validation.record import judge_output
+from hybrid_ep.cluster.doctor import Status
+from hybrid_ep.cluster.doctor.compare import compare
+from hybrid_ep.cluster.validation.causes import OTHER, cause_of
+from hybrid_ep.cluster.validation.cluster import Cluster, load_cluster
+from hybrid_ep.cluster.validation.markdown import to_markdown
+from hybrid_ep.cluster.validation.page import to_html
+from hybrid_ep.cluster.validation.record import judge_output
 from tests.sim.cluster import make_report, make_result, write, write_job, write_sound_results
 
 HOSTS = ["a", "b", "c", "d", "e"]

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_ep.cli import main
+from hybrid_ep.cluster.validation.rounds import num_rounds, rounds
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.validation.rounds import num_rounds, rounds
 from tests.sim.cluster import names
 
 

@@ -1,0 +1,309 @@
+"""Records a real node, so that its checks can be replayed anywhere (`Recording`, ``--sysroot``).
+
+A recording holds the files that the checks and the topology probe read, and nothing else. It has no host keys, no
+environment, no serial numbers, and no addresses but the GIDs of RDMA ports. The kernel log is reduced to the driver's
+lines, without who built it where. It stays well below 1 MB.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hybrid_ep.cluster.doctor.kernel_lines import fault_lines
+from hybrid_ep.cluster.doctor.node import LogLine, Node
+from hybrid_ep.cluster.doctor.unreadable import Unreadable
+from hybrid_ep.topology import Nic
+from hybrid_ep.topology.recording import Recording, encode
+
+__all__ = ["capture", "kernel_records"]
+
+_AER = tuple(f"aer_dev_{kind}" for kind in ("correctable", "nonfatal", "fatal"))
+_PCI = (
+    "vendor",
+    "device",
+    "class",
+    "numa_node",
+    "current_link_width",
+    "current_link_speed",
+    "max_link_width",
+    "max_link_speed",
+    *_AER,
+)
+_PORT = ("state", "phys_state", "link_layer", "rate", "sm_lid", "counters/*", "hw_counters/*", "gids/*")
+_FILES = (
+    *(f"/sys/class/infiniband/*/{name}" for name in ("node_guid", "fw_ver")),
+    *(f"/sys/class/infiniband/*/ports/*/{name}" for name in (*_PORT, "gid_attrs/types/*", "gid_attrs/ndevs/*")),
+    "/sys/class/infiniband_verbs/uverbs*/ibdev",
+    "/sys/class/infiniband_mad/umad*/ibdev",
+    "/sys/class/infiniband_mad/umad*/port",
+    "/sys/fs/cgroup/system.slice/nvidia-fabricmanager.service/cgroup.procs",
+    "/sys/kernel/iommu_groups/*/type",
+    "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages",
+    "/sys/devices/system/cpu/cpu*/cpufreq/scaling_governor",
+    "/proc/driver/nvidia/params",
+    "/proc/sys/kernel/numa_balancing",
+    "/proc/sys/kernel/osrelease",
+    "/etc/nvidia-container-runtime/config.toml",
+    "/sys/devices/system/node/node*/cpulist",
+)
+_EXCERPTS = {
+    "/proc/cpuinfo": r"^flags\s*:",
+    "/proc/devices": r"nvidia",
+    "/proc/driver/nvidia/version": r"^NVRM version",
+    "/proc/meminfo": r"^MemTotal:",
+    "/proc/self/limits": r"^Max (locked memory|open files)",
+    "/proc/self/mounts": r"^\S+ /dev/shm ",
+}
+# Folders that matter by being there, beside those that a check looked into.
+_FOLDERS = ("/sys/fs/cgroup/system.slice", "/sys/module/nv*_peer*mem", "/sys/devices/system/node/node*")
+_DEVICES = ("/dev/infiniband/*", "/dev/nvidia-caps-imex-channels/*", "/dev/gdrdrv")
+_GIDS_KEPT = 16  # of up to 256 entries of a port's table
+_LOG_WORDS = (  # of lines that are kept beside those of kernel_lines.yaml
+    *("NVRM", "nvidia", "SXid", "PCIe Bus Error", "AER:", "DPC:", "mlx5_core"),
+    *("EDAC MC", "Memory failure:", "[Hardware Error]", "mce: Uncorrected", "pciehp:"),
+)
+_LOG_LINES_KEPT = 400
+_ASKED_BY_TOPOLOGY = (
+    *("name", "uuid", "pci_address", "memory_bytes", "fabric.state", "fabric.status"),
+    *("fabric.cluster_uuid", "fabric.clique", "platform.chassis_serial", "platform.slot", "platform.tray"),
+    *("platform.host_id", "platform.module_id"),
+)
+
+
+def capture(node: Node) -> Recording:
+    """Records what this node's checks read; call it after they ran, so that NVML's answers are complete."""
+    recording = Recording()
+    for pattern in _FILES:
+        for path in _glob(node, pattern):
+            _add_file(recording, node, path)
+    for path in [path for netdev in _bonds(node) for path in _glob(node, f"/sys/class/net/{netdev}/lower_*/operstate")]:
+        _add_file(recording, node, path)
+    _add_pci(recording, node)
+    _add_excerpts(recording, node)
+    folders = node.listed.union(*(_glob(node, pattern) for pattern in _FOLDERS))
+    # What is below a link is a folder of the link's target.
+    recording.folders.extend(sorted(path for path in folders if not _below(path, recording.links)))
+    for pattern in _DEVICES:
+        for path in _glob(node, pattern):
+            _add_device(recording, node, path)
+    _add_kernel_log(recording, node)
+    recording.nvml.update(_nvml_answers(node))
+    recording.facts.update(_facts(node))
+    return recording
+
+
+def _below(path: str, links: Mapping[str, str]) -> bool:
+    return any(str(part) in links for part in (Path(path), *Path(path).parents))
+
+
+def _glob(node: Node, pattern: str) -> Iterator[str]:
+    for place in sorted(node.root.glob(pattern.lstrip("/"))):
+        yield "/" + str(place.relative_to(node.root))
+
+
+def _add_file(recording: Recording, node: Node, path: str) -> None:
+    name, _, index = path.rpartition("/")
+    if ("/gids" in name or "/gid_attrs/" in name) and index.isdigit() and int(index) >= _GIDS_KEPT:
+        return
+    try:
+        recording.files[path] = encode(node.read_bytes(path))
+    except Unreadable:
+        return  # an unreadable file is absent from the recording, and its check says unknown there too
+
+
+def _add_pci(recording: Recording, node: Node) -> None:
+    """GPUs, NICs and bridges: their place in the tree, their links, and the attributes that are read."""
+    try:
+        topology = node.topology
+    except Unreadable:
+        return
+    for device in topology.pci:
+        link = f"/sys/bus/pci/devices/{device.address}"
+        place = "/sys/devices/" + "/".join(device.path)
+        recording.links[link] = "../../../devices/" + "/".join(device.path)
+        if (group := node.link(f"{link}/iommu_group")) is not None:
+            recording.links[f"{place}/iommu_group"] = f"../../../kernel/iommu_groups/{group}"
+        physical = node.link(f"{link}/physfn")
+        if physical is not None:
+            recording.links[f"{place}/physfn"] = f"../{physical}"
+        for name in _PCI:
+            try:
+                recording.files[f"{place}/{name}"] = node.read(f"{link}/{name}") + "\n"
+            except Unreadable:
+                continue
+    paths = {device.address: device.path for device in topology.pci}
+    for nic in topology.nics:
+        if nic.pci_address:
+            path = paths.get(nic.pci_address, (nic.pci_address,))
+            recording.links[f"/sys/class/infiniband/{nic.name}/device"] = "../../../devices/" + "/".join(path)
+            for netdev in nic.netdevs:
+                mtu = f"/sys/devices/{'/'.join(path)}/net/{netdev}/mtu"
+                recording.files[mtu] = recording.files[f"/sys/class/net/{netdev}/mtu"] = _read(node, netdev)
+
+
+def _read(node: Node, netdev: str) -> str:
+    try:
+        return node.read(f"/sys/class/net/{netdev}/mtu") + "\n"
+    except Unreadable:
+        return ""
+
+
+def _add_excerpts(recording: Recording, node: Node) -> None:
+    """Files of which only a few lines are recorded, because the others could hold private data."""
+    for path, pattern in _EXCERPTS.items():
+        try:
+            lines = node.read(path).splitlines()
+        except Unreadable:
+            continue
+        kept = list(dict.fromkeys(line for line in lines if re.search(pattern, line)))
+        recording.files[path] = "".join(f"{_without_builder(line)}\n" for line in kept)
+
+
+def _without_builder(line: str) -> str:
+    """The driver names the user and the host that built it, as in "Release Build  (root@somewhere)"."""
+    return re.sub(r"\s*\(\S*@\S*\)\s*$", "", line)
+
+
+def _add_device(recording: Recording, node: Node, path: str) -> None:
+    try:
+        device = node.char_device(path)
+    except Unreadable:
+        return
+    if device is not None:
+        recording.devices[path] = f"char {device[0]}:{device[1]}\n"
+
+
+def _add_kernel_log(recording: Recording, node: Node) -> None:
+    try:
+        recording.files["/dev/kmsg"] = kernel_records(node)
+    except Unreadable:
+        return
+
+
+def kernel_records(node: Node) -> str:
+    """The driver's and the devices' lines, as /dev/kmsg would have them since the boot.
+
+    Raises:
+        Unreadable: there is no log that may be read.
+    """
+    try:
+        lines = node.kernel_log()
+    except Unreadable as error:
+        if not error.log:
+            raise
+        lines = list(error.log)
+        first = 1  # the beginning is missing, and stays so
+    else:
+        first = 0
+    kept = [line for line in lines if _is_kept(line.message)][-_LOG_LINES_KEPT:]
+    records = [LogLine(0.0, "first record"), *kept]
+    return "".join(
+        f"6,{first + number},{line.seconds * 1e6:.0f},-;{_without_builder(line.message)}\n"
+        for number, line in enumerate(records)
+    )
+
+
+def _is_kept(message: str) -> bool:
+    if any(word in message for word in _LOG_WORDS):
+        return True
+    return any(pattern.search(message) for pattern, _ in fault_lines())
+
+
+def _nvml_answers(node: Node) -> dict[str, str]:
+    """What the checks asked, and what only the topology probe asks."""
+    try:
+        nvml = node.nvml
+        for gpu_idx in nvml.gpus:
+            for key in _ASKED_BY_TOPOLOGY:
+                _quietly(partial(nvml.gpu, gpu_idx, key))
+            for link in nvml.links(gpu_idx):
+                _quietly(partial(nvml.link, gpu_idx, link, "remote_pci"))
+    except Unreadable:
+        return {}
+    return {key: _anonymous(key, value) for key, value in nvml.answers.items()}
+
+
+def _anonymous(key: str, value: str) -> str:
+    """Replaces the identifiers of GPUs: they are private, and only need to differ."""
+    if key.endswith(".uuid"):
+        return f"GPU-00000000-0000-0000-0000-{int(key.split('.')[1]):012d}"
+    return "recorded" if key.endswith(".chassis_serial") and not value.startswith("!") else value
+
+
+def _quietly(read: Callable[[], Any]) -> None:
+    """NVML's refusals are part of the log as well."""
+    try:
+        read()
+    except Unreadable:
+        return
+
+
+def _facts(node: Node) -> dict[str, Any]:
+    facts: dict[str, Any] = {"hostname": "recorded-node"}
+    readers: dict[str, Callable[[], Any]] = {
+        "clock": lambda: asdict(node.clock()),
+        "cuda": lambda: asdict(node.cuda()),
+        "packages": node.packages,
+        "torch_cuda": node.torch_cuda,
+        "free_mib": lambda: {"/dev/shm": node.free_mib("/dev/shm")},
+        "container": lambda: asdict(node.container()),
+    }
+    for name, read in readers.items():
+        try:
+            facts[name] = read()
+        except Unreadable:
+            continue
+    nics = _nics(node)
+    facts["verbs"] = [
+        {
+            "name": nic.name,
+            "dmabuf": nic.dmabuf,
+            "ports": [{"port": port.port, "active_mtu_bytes": port.active_mtu_bytes} for port in nic.ports],
+        }
+        for nic in nics
+        if nic.dmabuf is not None or any(port.active_mtu_bytes for port in nic.ports)
+    ]
+    netdevs = {netdev for nic in nics for netdev in nic.netdevs}
+    for bond in _bonds(node):
+        netdevs |= {place.split("/lower_")[1] for place in _glob(node, f"/sys/class/net/{bond}/lower_*")}
+    facts["dcb"] = {netdev: found for netdev in sorted(netdevs) if (found := _dcb(node, netdev)) is not None}
+    facts["commands"] = {
+        line: text
+        for line in ("nvidia-imex-ctl -N -j", "nv-fabricmanager --version")
+        if (text := _command(node, line)) is not None
+    }
+    return facts
+
+
+def _bonds(node: Node) -> list[str]:
+    """Network interfaces of RDMA ports that are built on other interfaces, such as bonds."""
+    found = set()
+    for path in _glob(node, "/sys/class/infiniband/*/ports/*/gid_attrs/ndevs/0"):
+        _quietly(lambda path=path: found.add(node.read(path)))  # type: ignore[misc]
+    return sorted(netdev for netdev in found if any(_glob(node, f"/sys/class/net/{netdev}/lower_*")))
+
+
+def _nics(node: Node) -> tuple[Nic, ...]:
+    try:
+        return node.topology.nics
+    except Unreadable:
+        return ()
+
+
+def _dcb(node: Node, netdev: str) -> dict[str, Any] | None:
+    try:
+        return asdict(node.dcb(netdev))
+    except Unreadable:
+        return None
+
+
+def _command(node: Node, line: str) -> str | None:
+    try:
+        return node.command(*line.split())
+    except Unreadable:
+        return None

@@ -1,0 +1,71 @@
+"""The list of checks. A check is a small function with a line of facts about it:
+
+    @check("gpu.count", title="…", source="…", expectation="{gpu.count} GPUs", remedy="…", wants="gpu.count")
+    def count(node: Node, profile: Profile) -> Finding: ...
+
+A function that returns counters instead (`@counters`) is called twice, and the runner judges how much they rose.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+
+from hybrid_ep.cluster.doctor.model import Check, Examine, Sample, Severity
+
+__all__ = ["GROUPS", "all_checks", "check", "counters"]
+
+# In the order of the report: what stands below must be right for what stands above it.
+GROUPS = ("driver", "gpu", "nvlink", "mnnvl", "nic", "affinity", "gdr", "host", "software")
+
+_checks: dict[str, Check] = {}
+
+
+def check(
+    id: str,
+    *,
+    title: str,
+    source: str,
+    expectation: str,
+    remedy: str,
+    wants: str = "",
+    severity: Severity = Severity.ERROR,
+    privilege: str = "",
+    quick: bool = True,
+    zero_is_wish: bool = False,
+) -> Callable[[Examine], Examine]:
+    """Registers a function that reads and judges; the arguments are the fields of `Check`, `wants` split by spaces."""
+
+    def register(examine: Examine) -> Examine:
+        facts = (id, title, severity, privilege, source, expectation, remedy, tuple(wants.split()), quick)
+        _add(Check(*facts, examine=examine, zero_is_wish=zero_is_wish))
+        return examine
+
+    return register
+
+
+def counters(
+    id: str, *, title: str, source: str, expectation: str, remedy: str, wants: str, rise: str
+) -> Callable[[Sample], Sample]:
+    """Registers a function that reads counters; `rise` is the profile's section with the rises that are no fault."""
+
+    def register(sample: Sample) -> Sample:
+        facts = (id, title, Severity.ERROR, "", source, expectation, remedy, tuple(wants.split()))
+        _add(Check(*facts, quick=False, sample=sample, rise=rise))
+        return sample
+
+    return register
+
+
+def _add(item: Check) -> None:
+    assert item.id not in _checks, item.id
+    assert item.group in GROUPS, item.group
+    _checks[item.id] = item
+
+
+def all_checks() -> tuple[Check, ...]:
+    """Every check, by group in the order of `GROUPS`, then by file and as the file lists them."""
+    for file in pkgutil.iter_modules(importlib.import_module("hybrid_ep.cluster.doctor.checks").__path__):
+        importlib.import_module(f"hybrid_ep.cluster.doctor.checks.{file.name}")
+    return tuple(item for group in GROUPS for item in _checks.values() if item.group == group)

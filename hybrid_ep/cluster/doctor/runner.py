@@ -1,0 +1,155 @@
+"""Chooses the checks and runs them. Counters are read at the start and again at the end, at least a second later."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from hybrid_ep._version import __version__
+from hybrid_ep.cluster.doctor.facts import collect_facts
+from hybrid_ep.cluster.doctor.model import Check, Counters, Finding, Report, Result, Severity, Status
+from hybrid_ep.cluster.doctor.node import Node
+from hybrid_ep.cluster.doctor.profile import Profile
+from hybrid_ep.cluster.doctor.registry import GROUPS, all_checks
+from hybrid_ep.cluster.doctor.rises import Limits, Memory, judge_rise
+from hybrid_ep.cluster.doctor.unreadable import Unreadable
+from hybrid_ep.cluster.doctor.watched import WatchedNode
+from hybrid_ep.errors import ConfigError
+
+__all__ = ["Selection", "examine"]
+
+T = TypeVar("T")
+_SAMPLE_INTERVAL_S = 1.0
+Readings = Mapping[str, "Counters | Unreadable"]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which checks to run: those of the groups and those of the ids; all where neither is given.
+
+    Attributes:
+        groups: these groups.
+        ids: these checks.
+        quick: of whole groups only checks that need neither a second reading nor another program.
+
+    Raises:
+        ConfigError: a group or check does not exist.
+    """
+
+    groups: tuple[str, ...] = ()
+    ids: tuple[str, ...] = ()
+    quick: bool = False
+
+    def __post_init__(self) -> None:
+        known = tuple(check.id for check in all_checks())
+        for kind, given, allowed in (("group", self.groups, GROUPS), ("check", self.ids, known)):
+            wrong = [name for name in given if name not in allowed]
+            if wrong:
+                raise ConfigError(f"{kind} {wrong[0]!r} does not exist; allowed: {', '.join(allowed)}")
+
+    def takes(self, check: Check) -> bool:
+        """Whether the check is chosen."""
+        of_group = check.group in self.groups or not (self.groups or self.ids)
+        return check.id in self.ids or (of_group and (check.quick or not self.quick))
+
+
+def _wait(since: float) -> float:
+    """Sleeps until a second after `since` (of time.monotonic) and returns how many have passed."""
+    time.sleep(max(0.0, since + _SAMPLE_INTERVAL_S - time.monotonic()))
+    return time.monotonic() - since
+
+
+def examine(
+    node: Node | WatchedNode,
+    profile: Profile,
+    profile_source: str,
+    selection: Selection | None = None,
+    *,
+    memory: Memory | None = None,
+    wait: Callable[[float], float] = _wait,
+) -> Report:
+    """Runs the chosen checks. Whatever a check does, it ends in a finding: an error of ours is `unknown`, too.
+
+    Args:
+        node: what to examine; a `WatchedNode` also bounds the time that reading takes.
+        profile: what to expect.
+        profile_source: why this profile, for the report.
+        selection: None = every check.
+        memory: the counters of the last run, to see what rose since; takes those of this run, and is not saved here.
+        wait: waits before counters are read again; takes when they were read first, returns the seconds since then.
+    """
+    started = time.monotonic()
+    selection = selection or Selection()
+    chosen = [check for check in all_checks() if selection.takes(check)]
+    applicable = [check for check in chosen if _applies(check, profile)]
+    before = _read_counters(node, profile, applicable)
+    first_reading = time.monotonic()
+    findings = {check.id: _examine(check, node, profile) for check in applicable if check.examine is not None}
+    if before:
+        interval_s = wait(first_reading)
+        after = _read_counters(node, profile, applicable)
+        for check in applicable:
+            if check.sample is not None:
+                earlier, elapsed_s = (memory.counters.get(check.id, {}), memory.elapsed_s()) if memory else ({}, 0.0)
+                limits = Limits.of(profile, check.rise)
+                readings = before[check.id], after[check.id]
+                findings[check.id] = judge_rise(*readings, interval_s, limits, earlier, elapsed_s if earlier else 0.0)
+                if memory and not isinstance(after[check.id], Unreadable):
+                    memory.note(check.id, after[check.id])  # type: ignore[arg-type]
+    return Report(
+        hybrid_ep=__version__,
+        host=_known(_guard(node.run, Node.hostname)) or "unknown",
+        profile=profile.name,
+        profile_source=profile_source,
+        duration_s=round(time.monotonic() - started, 3),
+        results=tuple(_result(check, findings[check.id], profile) for check in applicable),
+        not_applicable=tuple(check.id for check in chosen if check not in applicable),
+        facts=_known(_guard(node.insist, collect_facts, profile)) or {},
+    )
+
+
+def _applies(check: Check, profile: Profile) -> bool:
+    if profile.severity_of(check.id) == "off":
+        return False
+    return all(profile[key] or profile[key] == {} or (check.zero_is_wish and profile[key] == 0) for key in check.wants)
+
+
+def _guard(run: Callable[..., T], task: Callable[..., T], *arguments: Any) -> T | Unreadable:
+    """The one guard around everything that looks at a node; `run` is that node's `run` or `insist`."""
+    try:
+        return run(task, *arguments)
+    except Unreadable as error:
+        return error
+    except Exception as error:
+        what = str(error) if type(error) is RuntimeError else f"{type(error).__name__}: {error}"
+        return Unreadable(f"internal error: {what}")
+
+
+def _known(answer: T | Unreadable) -> T | None:
+    return None if isinstance(answer, Unreadable) else answer
+
+
+def _examine(check: Check, node: Node | WatchedNode, profile: Profile) -> Finding:
+    assert check.examine is not None
+    found: Finding | Unreadable = _guard(node.run, check.examine, profile)
+    return Finding(Status.UNKNOWN, str(found)) if isinstance(found, Unreadable) else found
+
+
+def _read_counters(node: Node | WatchedNode, profile: Profile, checks: list[Check]) -> Readings:
+    return {check.id: _guard(node.run, check.sample, profile) for check in checks if check.sample is not None}
+
+
+def _result(check: Check, finding: Finding, profile: Profile) -> Result:
+    return Result(
+        id=check.id,
+        group=check.group,
+        title=check.title,
+        status=finding.status,
+        severity=Severity(profile.severity_of(check.id) or check.severity),
+        seen=finding.seen,
+        expected=profile.fill(check.expectation),
+        source=check.source,
+        remedy="" if finding.status is Status.PASS else check.remedy,
+    )

@@ -1,0 +1,156 @@
+"""The order of checks: build → schemas → rules. A manifest that fails one step is not checked by the next."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hybrid_ep.cluster.kubernetes.claims import with_claims
+from hybrid_ep.cluster.kubernetes.manifest import Manifest, MissingToolError, find_sources, json_path, load
+from hybrid_ep.cluster.kubernetes.problem import Level, Problem
+from hybrid_ep.cluster.kubernetes.rules import RULES, check_rules
+from hybrid_ep.cluster.kubernetes.schema import KUBERNETES_VERSION, check_schema
+from hybrid_ep.errors import ConfigError
+
+__all__ = ["SILENCE", "CheckResult", "check", "known_rules"]
+
+SILENCE = "ignore.hybrid-ep/"  # an annotation of an object: this, the rule's id, and the reason as its value
+_LADDER = {
+    "build": "The source can be read or built, and holds an object.",
+    "schema": "The object fits its schema, with unknown fields closed.",
+    "unknown-kind": "There is a schema for the object's kind; without one only its Pods are checked.",
+    "silence": "An annotation that silences a rule names one and gives a reason.",
+}
+
+
+def known_rules() -> dict[str, str]:
+    """Id → what it demands, of everything that a check can find."""
+    return {**_LADDER, **{rule.id: rule.text for rule in RULES}}
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What the checks found.
+
+    Attributes:
+        checked: for each source, the names of its objects.
+        problems: in the order of sources, those that an annotation silences included.
+        unchecked: what could not be done here, and why; empty if everything was.
+        kubernetes: version of the schemas.
+    """
+
+    checked: dict[str, list[str]]
+    problems: list[Problem]
+    unchecked: list[str]
+    kubernetes: str = KUBERNETES_VERSION
+
+    @property
+    def open(self) -> list[Problem]:
+        """Problems that no annotation silences."""
+        return [problem for problem in self.problems if not problem.silenced]
+
+    @property
+    def counts(self) -> Counter[Level]:
+        """Open problems by level."""
+        return Counter(problem.level for problem in self.open)
+
+    def exit_code(self, fail_on: Level = Level.ERROR) -> int:
+        """0 = good, 1 = an open problem of that level or a worse one, 2 = something could not be checked."""
+        levels = list(Level)
+        failing = levels[: levels.index(fail_on) + 1]
+        return 1 if any(problem.level in failing for problem in self.open) else 2 if self.unchecked else 0
+
+    def to_json(self) -> dict[str, object]:
+        """Plain values."""
+        return {
+            "ok": self.exit_code() == 0,
+            "kubernetes": self.kubernetes,
+            "rules": list(known_rules()),
+            "checked": self.checked,
+            "unchecked": self.unchecked,
+            "problems": [problem.to_json() for problem in self.problems],
+        }
+
+
+def check(
+    paths: Iterable[Path],
+    *,
+    rules: Collection[str] = (),
+    ignore: Collection[str] = (),
+    kubernetes: str = KUBERNETES_VERSION,
+) -> CheckResult:
+    """Checks files, folders that kustomize builds, and trees of them.
+
+    Args:
+        paths: ``-`` is standard input.
+        rules: only these are reported; empty means all.
+        ignore: these are not.
+        kubernetes: version of the schemas.
+
+    Raises:
+        ConfigError: a path holds nothing to check, a rule is unknown, or there are no schemas of that version.
+    """
+    for name in (*rules, *ignore):
+        if name not in known_rules():
+            raise ConfigError(f"rule {name!r} is unknown; allowed: {', '.join(known_rules())}")
+    result = CheckResult({}, [], [], kubernetes)
+    for source in [source for path in paths for source in find_sources(path)]:
+        try:
+            build = load(source)
+        except ConfigError as error:
+            result.problems.append(Problem(str(source), "", "", "build", str(error)))
+            continue
+        except MissingToolError as error:
+            result.unchecked.append(f"{source}: {error}")
+            continue
+        for manifest in build:  # of a folder of files, each file is a source
+            result.checked.setdefault(str(manifest.source), []).append(manifest.name)
+        try:
+            result.problems.extend(_check_build(build, kubernetes))
+        except MissingToolError as error:
+            result.unchecked.append(f"{source}: {error}")
+    chosen = [p for p in result.problems if (not rules or p.rule in rules) and p.rule not in ignore]
+    return replace(result, problems=chosen)
+
+
+def _check_build(build: list[Manifest], kubernetes: str) -> Iterator[Problem]:
+    """Schemas of every object, then the rules over those that fit."""
+    sound, found = [], []
+    for manifest in build:
+        problems = list(check_schema(manifest, kubernetes))
+        found += problems
+        if all(problem.level is not Level.ERROR for problem in problems):
+            sound.append(manifest)
+    found += check_rules(with_claims(sound), is_whole=all(problem.level is not Level.ERROR for problem in found))
+    reasons = {}
+    for manifest in build:
+        reasons[manifest.name] = _reasons(manifest)
+        known = known_rules()
+        for rule, reason in reasons[manifest.name].items():
+            path = json_path("$.metadata.annotations", [SILENCE + rule])
+            if rule not in known:
+                yield Problem(
+                    *(str(manifest.source), manifest.name, path, "silence"),
+                    f"rule {rule!r} is unknown; allowed: {', '.join(known)}",
+                    line=manifest.line(path),
+                )
+            elif not reason:
+                message = f"no reason for silencing {rule!r}; allowed: a text that says why"
+                where = (str(manifest.source), manifest.name, path, "silence")
+                yield Problem(*where, message, line=manifest.line(path))
+    for problem in found:
+        yield replace(problem, silenced=reasons[problem.name].get(problem.rule, ""))
+
+
+def _reasons(manifest: Manifest) -> dict[str, str]:
+    """Rule → reason, of the object's annotations."""
+    annotations: Any = manifest.metadata.get("annotations")
+    found = annotations.items() if isinstance(annotations, dict) else ()
+    return {
+        str(name).removeprefix(SILENCE): str(reason or "").strip()
+        for name, reason in found
+        if str(name).startswith(SILENCE)
+    }

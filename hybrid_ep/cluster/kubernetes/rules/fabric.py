@@ -1,0 +1,207 @@
+"""The rule for settings of the network: variables of NCCL, NVSHMEM and hybrid_ep in the environment of ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from hybrid_ep.cluster.kubernetes.manifest import Manifest, PodTemplate, json_path
+from hybrid_ep.cluster.kubernetes.problem import Level
+from hybrid_ep.cluster.kubernetes.rules.parts import amount, containers, gpus, items, main, mounted_file, nics, words
+from hybrid_ep.cluster.kubernetes.rules.registry import Build, BuildFound, Finding, build_rule
+from hybrid_ep.env import VARIABLES
+
+_OURS = {variable.name: variable for variable in VARIABLES}
+_BYTE = r"\d|[1-9]\d|1\d\d|2[0-4]\d|25[0-5]"
+_PRIORITY = r"\d|1[0-5]"
+_NIC = r"[\w.-]+"
+_CAPABILITY = r"all|compute|compat32|graphics|utility|video|display|ngx"
+_JOBS = ("Job", "JobSet", "LeaderWorkerSet", "MPIJob", "PyTorchJob")  # whose Pods may be ranks of one job
+# What the others take: name → pattern, and the same for people. Sources: the pages of environment variables in NCCL's
+# user guide, NVSHMEM's API reference, UCX's documentation and that of NVIDIA's container toolkit.
+_TAKEN = {
+    "NCCL_IB_DISABLE": (r"[01]", "0 or 1"),
+    "NCCL_IB_HCA": (rf"\^?=?{_NIC}(:\d+)?(,{_NIC}(:\d+)?)*", "names of NICs, separated by commas"),
+    "NCCL_IB_GID_INDEX": (rf"-1|{_BYTE}", "-1 to 255"),
+    "NCCL_IB_TC": (_BYTE, "0 to 255"),
+    "NCCL_IB_SL": (_PRIORITY, "0 to 15"),
+    "NCCL_CROSS_NIC": (r"[0-2]", "0, 1 or 2"),
+    "NCCL_NET_GDR_LEVEL": (r"LOC|PIX|PXB|PHB|SYS|[0-5]", "LOC, PIX, PXB, PHB or SYS"),
+    "NCCL_DEBUG": (r"(?i)VERSION|WARN|INFO|TRACE|ABORT|NONE", "VERSION, WARN, INFO or TRACE"),
+    "NCCL_P2P_LEVEL": (r"LOC|NVL|PIX|PXB|PHB|SYS|[0-5]", "LOC, NVL, PIX, PXB, PHB or SYS"),
+    "NCCL_SOCKET_IFNAME": (r"\^?=?[\w.:-]+(,[\w.:-]+)*", "names of network interfaces, separated by commas"),
+    # A device of UCX is a NIC with its port, or a network interface.
+    "UCX_NET_DEVICES": (
+        r"\^?(?!(mlx5|bnxt_re|irdma|ibp\w*)_?\w*(,|$))[\w.-]+(:\d+)?(,(?!(mlx5|bnxt_re)_?\w*(,|$))[\w.-]+(:\d+)?)*",
+        "entries NIC:PORT or network interfaces, separated by commas",
+    ),
+    "UCX_TLS": (r"\^?[\w-]+(,[\w-]+)*", "names of transports, separated by commas"),
+    "NCCL_MNNVL_ENABLE": (r"[0-2]", "0, 1 or 2"),
+    "NVIDIA_DRIVER_CAPABILITIES": (
+        rf"({_CAPABILITY})(,({_CAPABILITY}))*",
+        "all, or of compute, utility, compat32, graphics, video, display and ngx, separated by commas",
+    ),
+    "NVSHMEM_HCA_LIST": (rf"\^?{_NIC}:\d+(,\^?{_NIC}:\d+)*", "entries NAME:PORT, separated by commas"),
+    "NVSHMEM_REMOTE_TRANSPORT": (
+        r"(?i)none|ibrc|ibdevx|ibgda|ucx|libfabric",
+        "ibrc, ibdevx, ibgda, ucx, libfabric or none",
+    ),
+    "NVSHMEM_IB_GID_INDEX": (_BYTE, "0 to 255"),
+    "NVSHMEM_IB_TRAFFIC_CLASS": (_BYTE, "0 to 255"),
+    "NVSHMEM_IB_SL": (_PRIORITY, "0 to 15"),
+}
+# Names of one thing in NCCL, NVSHMEM and hybrid_ep.
+_SAME = (
+    ("NCCL_IB_GID_INDEX", "NVSHMEM_IB_GID_INDEX", "HYBRID_EP_GID_INDEX"),
+    ("NCCL_IB_TC", "NVSHMEM_IB_TRAFFIC_CLASS", "HYBRID_EP_TRAFFIC_CLASS"),
+    ("NCCL_IB_SL", "NVSHMEM_IB_SL", "HYBRID_EP_SERVICE_LEVEL"),
+)
+
+
+class _Setting(NamedTuple):
+    """A variable of ranks: its value, and where it is set."""
+
+    value: str
+    manifest: Manifest
+    path: str
+
+
+@build_rule("fabric-settings", Level.WARNING)
+def _fabric_settings(build: Build) -> BuildFound:
+    """NCCL, UCX, NVSHMEM, hybrid_ep and NVIDIA's container toolkit get values that they take. All get one GID index,
+    one traffic class and one service level. The NICs that are named are NICs of NCCL, no more than the Pod has, and
+    spread evenly over its GPUs. A Pod with RDMA NICs or EFA does not switch them off. Ranks of several Pods do not
+    meet at the loopback interface.
+    """
+    for manifest in build:
+        for template in manifest.pod_templates():
+            # What only the node knows is not judged.
+            found = {name: each for name, each in _settings(manifest, template, build) if "$" not in each.value}
+            for name, (value, where, path) in found.items():
+                if allowed := _allowed_instead(name, value):
+                    level = Level.ERROR if name.startswith("HYBRID_EP_") else None
+                    yield where, Finding(path, f"{name}={value}; allowed: {allowed}", level)
+            is_alone = _num_pods(manifest) == 1
+            for name, message in (*_disagreements(found), *_nics(found, template), *_loopback(found, is_alone)):
+                yield found[name].manifest, Finding(found[name].path, message)
+
+
+def _settings(manifest: Manifest, template: PodTemplate, build: Build) -> Iterator[tuple[str, _Setting]]:
+    """What the ranks of a template find in their environment, as far as the build says it; the last one holds."""
+    owner = template
+    if manifest.kind == "MPIJob":  # workers get what the launcher's mpirun passes on
+        roles = {each.role: each for each in manifest.pod_templates()}
+        if template.role != "Worker" or "Launcher" not in roles:
+            return
+        owner = roles["Launcher"]
+    path, container = main(owner)
+    given = _given_by_maps(container, build)
+    for i, variable in enumerate(items(container, "env")):
+        if "valueFrom" not in variable or str(variable.get("name")) not in given:
+            given[str(variable.get("name"))] = _Setting(str(variable.get("value", "")), manifest, f"{path}.env[{i}]")
+    runs_alone = re.search(r"(^|/)(mpirun|mpiexec)$", next(iter(words(container)), ""))
+    for key in ("command", "args"):
+        for name, value in re.findall(r"(?:^|\s)-x\s+(\w+)=(\S+)", "\n".join(words({key: container.get(key)}))):
+            # A shell takes the quotes away; mpirun as a container's own command gets them.
+            taken = value if runs_alone else value.strip("\"'")
+            given[name] = _Setting(taken, manifest, f"{path}.{key}")
+    yield from given.items()
+    script = given["RANK_SETTINGS"].value if "RANK_SETTINGS" in given else ""
+    if held := mounted_file(template, main(template)[1], script, build):
+        text = held[0].content["data"][held[1]]
+        for name, value in re.findall(r"(?m)^\s*(?:export\s+)?([A-Z]\w*)=(\S*)\s*$", text):
+            yield name, _Setting(value.strip("\"'"), held[0], f"$.data['{held[1]}']")
+
+
+def _given_by_maps(container: dict[str, Any], build: Build) -> dict[str, _Setting]:
+    """Variables that a container takes from ConfigMaps of the build."""
+    maps = {each.metadata.get("name"): each for each in build if each.kind == "ConfigMap"}
+    found: dict[str, _Setting] = {}
+    for source in items(container, "envFrom"):
+        if held := maps.get((source.get("configMapRef") or {}).get("name")):
+            for key, value in (held.content.get("data") or {}).items():
+                path = json_path("$.data", [key])
+                found[f"{source.get('prefix') or ''}{key}"] = _Setting(str(value).strip(), held, path)
+    for variable in items(container, "env"):
+        key = (variable.get("valueFrom") or {}).get("configMapKeyRef") or {}
+        held = maps.get(key.get("name"))
+        if held and key.get("key") in (held.content.get("data") or {}):
+            value = str(held.content["data"][key["key"]]).strip()
+            found[str(variable.get("name"))] = _Setting(value, held, json_path("$.data", [key["key"]]))
+    return found
+
+
+def _allowed_instead(name: str, value: str) -> str | None:
+    """What is allowed where this value is not."""
+    if not value:
+        return None
+    if name in _OURS:
+        try:
+            _OURS[name].parse(value)
+        except ValueError:
+            return _OURS[name].allowed
+    if name.startswith("HYBRID_EP_") and name not in _OURS:
+        return "a variable that `hybrid-ep env` lists"
+    pattern, allowed = _TAKEN.get(name, (r"(?s).*", None))
+    return None if re.fullmatch(pattern, value) else allowed
+
+
+def _disagreements(settings: dict[str, _Setting]) -> Iterator[tuple[str, str]]:
+    """(name, message) where the libraries get different values."""
+    for names in _SAME:
+        values = {name: settings[name].value for name in names if name in settings and settings[name].value != "-1"}
+        if len(set(values.values())) > 1:
+            shown = ", ".join(f"{name}={value}" for name, value in values.items())
+            yield next(iter(values)), f"{shown}; allowed: one value"
+
+
+def _nics(settings: dict[str, _Setting], template: PodTemplate) -> Iterator[tuple[str, str]]:
+    """(name, message) where NICs are named that do not fit each other, the Pod's NICs or its GPUs."""
+    named = {name: found for name, each in settings.items() if (found := _named(name, each.value))}
+    of_nccl = named.get("NCCL_IB_HCA", [])
+    num_gpus = sum(map(amount, gpus(template, *(each for _, each in containers(template))).values()))
+    # One NIC is what a plugin for shared NICs gives.
+    num_nics = max((amount(number) for number in nics(template).values() if amount(number) > 1), default=0)
+    for name, found in named.items():
+        if strange := [nic for nic in found if of_nccl and nic not in of_nccl]:
+            yield name, f"{name} has {', '.join(strange)}; allowed: NICs of NCCL_IB_HCA"
+        if num_nics and len(set(found)) > num_nics:
+            yield name, f"{name} names {len(set(found))} NICs; allowed: the Pod's {num_nics:g}"
+        if num_gpus > 0 and max(num_gpus, len(set(found))) % min(num_gpus, len(set(found))):
+            yield name, f"{name} names {len(set(found))} NICs; allowed: as many for each of {num_gpus:g} GPUs"
+    disabled = settings.get("NCCL_IB_DISABLE")
+    rdma = [nic for nic in nics(template) if not re.search(r"/efa$|^efa\.", nic)]  # EFA has a plugin of its own
+    if disabled and disabled.value == "1" and rdma:
+        yield "NCCL_IB_DISABLE", f"NCCL_IB_DISABLE=1 with {', '.join(rdma)}; allowed with RDMA: 0, or no NICs"
+    net = settings.get("NCCL_NET")
+    if net and net.value.lower() == "socket" and nics(template):
+        yield (
+            "NCCL_NET",
+            f"NCCL_NET={net.value} with {', '.join(nics(template))}; allowed with NICs: unset, or their plugin",
+        )
+    if "NVSHMEM_HCA_LIST" in named and "NVSHMEM_ENABLE_NIC_PE_MAPPING" not in settings:
+        yield "NVSHMEM_HCA_LIST", "NVSHMEM_HCA_LIST has no effect; allowed: with NVSHMEM_ENABLE_NIC_PE_MAPPING=1"
+
+
+def _num_pods(manifest: Manifest) -> int:
+    """How many Pods of a job have ranks; 1 where its Pods are no ranks of one job."""
+    is_indexed = manifest.kind != "Job" or manifest.spec.get("completionMode") == "Indexed"
+    ranks = [each for each in manifest.pod_templates() if each.role != "Launcher"]
+    return sum(each.num_pods or 1 for each in ranks) if manifest.kind in _JOBS and is_indexed else 1
+
+
+def _loopback(settings: dict[str, _Setting], is_alone: bool) -> Iterator[tuple[str, str]]:
+    """(name, message) where ranks of several Pods would meet at an interface that does not leave the Pod."""
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        if not is_alone and name in settings and re.fullmatch(r"=?lo", settings[name].value):
+            yield name, f"{name}={settings[name].value} in a job of several Pods; allowed: an interface between them"
+
+
+def _named(name: str, value: str) -> list[str]:
+    """NICs that a setting names whole; none where it has prefixes, or names those to leave out."""
+    if name == "NCCL_IB_HCA" and value.startswith("="):
+        return [entry.partition(":")[0] for entry in value[1:].split(",")]
+    if name == "NVSHMEM_HCA_LIST" and "^" not in value:
+        return [entry.partition(":")[0] for entry in value.split(",")]
+    return re.split(r"[,+]", value) if name == "HYBRID_EP_NICS" else []

@@ -1,0 +1,290 @@
+"""The whole validation: nodes, findings between them, jobs, the hosts that are fit, and the outcome.
+
+Everything that can be judged becomes a `Result` of the doctor's model. This includes what the doctor cannot report
+itself: a host gave no report, or test jobs blame it. So the order of statuses, the exit code and the JUnit writer are
+the doctor's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hybrid_ep._version import __version__
+from hybrid_ep.cluster.doctor.model import Report, Result, Severity, Status
+from hybrid_ep.cluster.validation.causes import OTHER, cause_of
+from hybrid_ep.cluster.validation.culprits import GROUP, blame
+from hybrid_ep.cluster.validation.judge import Job, Profiles, judge, judge_by_run
+from hybrid_ep.cluster.validation.pairs import PairTable, pair_tables
+from hybrid_ep.cluster.validation.results import (
+    Host,
+    Inventory,
+    JobFile,
+    Unreachable,
+    read_compare,
+    read_inventory,
+    read_job,
+    read_node,
+    stems,
+)
+from hybrid_ep.cluster.validation.todo import ToDo, find_to_dos
+from hybrid_ep.errors import ConfigError
+from hybrid_ep.report.names import shorten_names
+
+__all__ = ["MOST_TABLES", "REPORTED", "Cluster", "Node", "load_cluster"]
+
+REPORTED = "node.report"  # id of the check that a host gave a report at all
+MOST_TABLES = 3  # of pairs, where space is short: nic jobs measure every NIC by itself
+_PROMPT = "Run hybrid-ep doctor on it by hand"
+
+
+@dataclass(frozen=True)
+class Node:
+    """One host of the inventory.
+
+    Attributes:
+        name, platform, domain: as in the inventory.
+        report: the doctor's, with `REPORTED` as its first result; only that one if there is none.
+        reported: whether the doctor's results are in it.
+    """
+
+    name: str
+    platform: str
+    domain: str
+    report: Report
+    reported: bool
+
+    @property
+    def is_fit(self) -> bool:
+        """Fit for jobs: it gave a report, and nothing confirmed a fault. What could not be read excludes no host."""
+        return self.reported and self.report.status is not Status.FAIL
+
+    @property
+    def problems(self) -> list[Result]:
+        """What did not pass: confirmed faults first, then unknowns, then warnings."""
+        order = {"fail": 0, "unknown": 1, "warn": 2}
+        wrong = [result for result in self.report.results if result.status is not Status.PASS]
+        return sorted(wrong, key=lambda result: (result.severity is Severity.WARNING, order[result.shown_as]))
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A validated cluster.
+
+    Attributes:
+        title, started: of the inventory.
+        nodes: in the order of the inventory.
+        findings: what the nodes' reports show together, and what is wrong with the results folder itself.
+        jobs: by name.
+    """
+
+    title: str
+    started: str
+    nodes: tuple[Node, ...]
+    findings: Report
+    jobs: tuple[Job, ...]
+
+    @property
+    def status(self) -> Status:
+        """The worst of all nodes, findings and jobs; a skipped job does not count."""
+        jobs = (Status(job.status) for job in self.jobs if job.status != "skipped")
+        return Status.worst([*(node.report.status for node in self.nodes), self.findings.status, *jobs])
+
+    @property
+    def fit(self) -> list[Node]:
+        """Nodes that are fit for test jobs."""
+        return [node for node in self.nodes if node.is_fit]
+
+    @property
+    def unfit(self) -> list[Node]:
+        """The others."""
+        return [node for node in self.nodes if not node.is_fit]
+
+    @property
+    def headline(self) -> str:
+        """How many are fit; which are not and, as long as they are few, what to do about it."""
+        unfit = self.unfit
+        text = f"{len(self.fit)} of {len(self.nodes)} {'node is' if len(self.nodes) == 1 else 'nodes are'} fit"
+        if not unfit:
+            return text
+        if len(unfit) > 3:
+            return f"{text}; {len(unfit)} are not: " + shorten_names([node.name for node in unfit], 8)
+        return "; ".join([text, *(f"{node.name} is not: {_advice(node.problems[0])}" for node in unfit)])
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many jobs passed, failed, are unknown, were skipped."""
+        counted = Counter(job.status for job in self.jobs)
+        return {status: counted[status] for status in ("pass", "fail", "unknown", "skipped")}
+
+    def to_dos(self) -> list[ToDo]:
+        """What did not pass on nodes, between them and in jobs, by check and remedy; the most serious first."""
+        return find_to_dos(self.nodes, self.findings.results, self.jobs, self.blamed)
+
+    @property
+    def blamed(self) -> list[str]:
+        """Hosts that the test jobs speak against."""
+        return [node.name for node in self.nodes if any(result.group == GROUP for result in node.report.results)]
+
+    @property
+    def started_text(self) -> str:
+        """When it began, for people."""
+        try:
+            started = datetime.fromisoformat(self.started.replace("Z", "+00:00"))
+        except ValueError:
+            return self.started
+        return started.astimezone(timezone.utc).strftime("%-d %B %Y, %H:%M UTC")
+
+    @cached_property
+    def pair_tables(self) -> list[PairTable]:
+        """Every bandwidth between two hosts; that of most pairs first."""
+        return pair_tables(self.jobs)
+
+    def to_json(self) -> dict[str, Any]:
+        """What report.json holds (schemas/report.json): every status, and in full whatever did not pass."""
+        return {
+            "schema": 1,
+            "hybrid_ep": __version__,
+            "title": self.title,
+            "started": self.started,
+            "status": self.status.value,
+            "exit_code": self.status.exit_code,
+            "headline": self.headline,
+            "nodes": [_node_json(node) for node in self.nodes],
+            "to_do": [_to_do_json(to_do) for to_do in self.to_dos()],
+            "findings": [_result_json(result) for result in self.findings.results],
+            "jobs": [asdict(job) for job in self.jobs],
+        }
+
+
+def load_cluster(folder: Path) -> Cluster:
+    """Reads and judges a results folder.
+
+    Raises:
+        ConfigError: the inventory is missing or malformed.
+    """
+    inventory = read_inventory(folder)
+    platform_of = {host.name: host.platform for host in inventory.hosts}
+    profiles = Profiles()
+    jobs = tuple(_job(folder, name, platform_of, profiles) for name in stems(folder, "jobs"))
+    jobs = judge_by_run(jobs, platform_of, profiles)
+    blamed = blame(jobs, pair_tables(jobs))
+    nodes = tuple(_blamed(_node(folder, host), blamed.get(host.name, [])) for host in inventory.hosts)
+    return Cluster(inventory.title, inventory.started, nodes, _findings(folder, inventory, nodes), jobs)
+
+
+def _blamed(node: Node, results: list[Result]) -> Node:
+    """The node with what test jobs found against it."""
+    report = replace(node.report, results=(*node.report.results, *results))
+    return replace(node, report=report) if results else node
+
+
+def _node(folder: Path, host: Host) -> Node:
+    """A host's report under the name of the inventory, with our own check in front."""
+    try:
+        found = read_node(folder, host.name)
+    except ConfigError as error:
+        remedy = f"{_PROMPT} and look at what it writes; then gather its result again."
+        return _silent(host, Status.UNKNOWN, _inside(folder, error), remedy)
+    if found is None:
+        return _silent(host, Status.FAIL, "no result", f"{_PROMPT}; find out why its result was not gathered.")
+    if isinstance(found, Unreachable):
+        cause = cause_of(found.reason)
+        remedy = f"{_PROMPT} and look at what it writes." if cause is OTHER else cause.remedy
+        remedy = f"{remedy} Then validate it again."
+        return _silent(host, Status.FAIL, f"unreachable: {found.reason}", remedy)
+    if not found.results:
+        return _silent(host, Status.UNKNOWN, "a report without any result", f"{_PROMPT}: no check applied.")
+    called = f"as {found.host}, " if found.host != host.name else ""
+    seen = f"{called}{len(found.results)} checks of profile {found.profile}"
+    own = _reported(Status.PASS, seen, "")
+    report = replace(found, host=host.name, results=(own, *found.results))
+    return Node(host.name, host.platform, host.domain, report, reported=True)
+
+
+def _silent(host: Host, status: Status, seen: str, remedy: str) -> Node:
+    report = Report("", host.name, host.platform, "the inventory", 0.0, (_reported(status, seen, remedy),))
+    return Node(host.name, host.platform, host.domain, report, reported=False)
+
+
+def _reported(status: Status, seen: str, remedy: str) -> Result:
+    where = ("a report of hybrid-ep doctor", "nodes/ of the results folder", remedy)
+    return Result(REPORTED, "node", "the host gave a report", status, Severity.ERROR, seen, *where)
+
+
+def _findings(folder: Path, inventory: Inventory, nodes: tuple[Node, ...]) -> Report:
+    """The comparison of nodes, and what the folder itself has too much or too little of."""
+    results: list[Result] = []
+    try:
+        compared = read_compare(folder)
+    except ConfigError as error:
+        compared = None
+        results.append(
+            _of_folder("results.compare", Status.UNKNOWN, _inside(folder, error), "a report", "Compare again.")
+        )
+    else:
+        answered = sum(node.reported for node in nodes)
+        if compared is None and answered > 1:
+            seen = f"no compare.json, though {answered} nodes gave a report"
+            remedy = "hybrid-ep doctor compare --json with the reports of all nodes that gave one."
+            results.append(_of_folder("results.compare", Status.UNKNOWN, seen, "a report", remedy))
+    known = {host.name for host in inventory.hosts}
+    strangers = [name for name in stems(folder, "nodes") if name not in known]
+    if strangers:
+        seen = "in nodes/, but not in the inventory: " + shorten_names(strangers, 8)
+        remedy = "Give every validation a results folder of its own, or add these hosts to the inventory."
+        results.append(_of_folder("results.inventory", Status.UNKNOWN, seen, "hosts of the inventory only", remedy))
+    found = compared.results if compared else ()
+    return Report(__version__, "between nodes", "", "", 0.0, (*found, *results))
+
+
+def _inside(folder: Path, error: ConfigError) -> str:
+    """What is wrong with a file, which is named as the folder knows it."""
+    return str(error).removeprefix(f"{folder}/")
+
+
+def _of_folder(check_id: str, status: Status, seen: str, expected: str, remedy: str) -> Result:
+    title = {"results.compare": "what nodes say together", "results.inventory": "results of the inventory's hosts"}
+    where = (expected, "the results folder", remedy)
+    return Result(check_id, "results", title[check_id], status, Severity.ERROR, seen, *where)
+
+
+def _job(folder: Path, name: str, platform_of: Mapping[str, str], profiles: Profiles) -> Job:
+    try:
+        return judge(read_job(folder, name), platform_of, profiles)
+    except ConfigError as error:
+        bad = JobFile(name, "group", (), "unknown", _inside(folder, error), (), "")
+        return judge(bad, platform_of, profiles)
+
+
+def _advice(result: Result) -> str:
+    return f"{result.id}: {result.remedy.rstrip('.')}"
+
+
+def _node_json(node: Node) -> dict[str, Any]:
+    return {
+        "name": node.name,
+        "platform": node.platform,
+        "domain": node.domain,
+        "status": node.report.status.value,
+        "fit": node.is_fit,
+        "profile": node.report.profile,
+        "checks": {result.id: result.shown_as for result in node.report.results},
+        "not_applicable": list(node.report.not_applicable),
+        "problems": [_result_json(result) for result in node.problems],
+    }
+
+
+def _to_do_json(to_do: ToDo) -> dict[str, Any]:
+    result = to_do.result
+    where = {"check": result.id, "status": result.shown_as, "hosts": list(to_do.hosts)}
+    return {**where, "seen": to_do.seen, "remedy": result.remedy}
+
+
+def _result_json(result: Result) -> dict[str, Any]:
+    return {**asdict(result), "status": result.status.value, "severity": result.severity.value}

@@ -1,1 +1,0 @@
-"""The checks, one file per group. Importing a file registers its checks; see `hybrid_ep.doctor.registry`."""
