@@ -1,5 +1,6 @@
 #include "runtime/slot_pool.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "common/capture.h"
@@ -11,9 +12,13 @@ namespace hybrid_ep {
 namespace {
 
 // Allowed while another thread captures.
-bool has_passed(cudaEvent_t event) {
+bool have_passed(const cudaEvent_t* events, int num) {
   const RelaxedCaptureMode relaxed;
-  return is_done(cudaEventQuery(event), "cudaEventQuery");
+  return std::all_of(events, events + num, [](cudaEvent_t e) { return is_done(cudaEventQuery(e), "cudaEventQuery"); });
+}
+
+void wait_for_events(const cudaEvent_t* events, int num, cudaStream_t stream) {
+  for (int i = 0; i < num; ++i) check_cuda(cudaStreamWaitEvent(stream, events[i], 0), "cudaStreamWaitEvent");
 }
 
 }  // namespace
@@ -23,13 +28,17 @@ SlotPool::SlotPool(int num_slots, int device, CurrentStream current_stream)
   require(num_slots >= 1, "num_slots", num_slots, "≥ 1");
   const DeviceGuard guard(device_);
   for (Slot& slot : slots_) {
-    check_cuda(cudaEventCreateWithFlags(&slot.event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+    for (cudaEvent_t& event : slot.events) {
+      check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+    }
   }
 }
 
 SlotPool::~SlotPool() {
   const RelaxedCaptureMode relaxed;
-  for (Slot& slot : slots_) cudaEventDestroy(slot.event);
+  for (Slot& slot : slots_) {
+    for (const cudaEvent_t event : slot.events) cudaEventDestroy(event);
+  }
 }
 
 void SlotPool::note_use(cudaStream_t stream) {
@@ -57,6 +66,7 @@ int SlotPool::take_eager(cudaStream_t stream) {
       slot.has_unknown_users = true;  // the last replay may still run
     }
     if (!wait_for_users(slot, stream)) continue;
+    slot.stream = stream;
     slot.holders = 1;
     return static_cast<int>(i) + 1;
   }
@@ -66,8 +76,9 @@ int SlotPool::take_eager(cudaStream_t stream) {
 int SlotPool::take_captured(cudaStream_t stream, const Capture& capture) {
   for (size_t i = 0; i < slots_.size(); ++i) {
     Slot& slot = slots_[i];
-    if (slot.holders > 0 || slot.capture_id != capture.id || !slot.has_event) continue;
-    check_cuda(cudaStreamWaitEvent(stream, slot.event, 0), "cudaStreamWaitEvent");
+    if (slot.holders > 0 || slot.capture_id != capture.id || slot.num_events == 0) continue;
+    wait_for_events(slot.events, slot.num_events, stream);
+    slot.stream = stream;
     slot.holders = 1;
     return static_cast<int>(i) + 1;
   }
@@ -75,10 +86,11 @@ int SlotPool::take_captured(cudaStream_t stream, const Capture& capture) {
     Slot& slot = slots_[i];
     // A capture cannot wait for work outside of it, so it can only take a slot whose last use has ended.
     if (slot.holders > 0 || slot.capture_id != 0 || slot.has_unknown_users) continue;
-    if (slot.has_event && !has_passed(slot.event)) continue;
+    if (!have_passed(slot.events, slot.num_events)) continue;
     slot.graph_end = end_of(capture.graph);
     slot.capture_id = capture.id;
-    slot.has_event = false;
+    slot.num_events = 0;
+    slot.stream = stream;
     slot.holders = 1;
     return static_cast<int>(i) + 1;
   }
@@ -94,8 +106,8 @@ bool SlotPool::wait_for_users(Slot& slot, cudaStream_t stream) const {
       return false;
     }
     slot.has_unknown_users = false;
-  } else if (slot.has_event) {
-    check_cuda(cudaStreamWaitEvent(stream, slot.event, 0), "cudaStreamWaitEvent");
+  } else {
+    wait_for_events(slot.events, slot.num_events, stream);
   }
   return true;
 }
@@ -111,25 +123,30 @@ void SlotPool::release(int slot_idx) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (--slots_.at(slot_idx - 1).holders > 0) return;
-    slots_[slot_idx - 1].holders = 1;  // until its event is recorded
+    slots_[slot_idx - 1].holders = 1;  // until its events are recorded
   }
   // NOTE: an event that is recorded in a captured stream belongs to the capture; streams outside cannot wait for it. So
   // the users of a slot that was taken outside of the capture are unknown then. A slot of the graph is taken again only
   // within the same capture, where the event serves.
-  const bool recorded = record(slots_[slot_idx - 1].event, slots_[slot_idx - 1].capture_id);
+  const std::optional<int> num_events = record(slots_[slot_idx - 1]);
   const std::lock_guard<std::mutex> lock(mutex_);
-  slots_[slot_idx - 1].has_event = recorded;
-  slots_[slot_idx - 1].has_unknown_users = !recorded;
+  slots_[slot_idx - 1].num_events = num_events.value_or(0);
+  slots_[slot_idx - 1].has_unknown_users = !num_events;
   slots_[slot_idx - 1].holders = 0;
 }
 
-bool SlotPool::record(cudaEvent_t event, unsigned long long capture_id) const try {
-  const std::optional<cudaStream_t> stream = current_stream_();
-  if (!stream.has_value()) return false;
+std::optional<int> SlotPool::record(const Slot& slot) const try {
+  const std::optional<cudaStream_t> current = current_stream_();
+  if (!current.has_value()) return std::nullopt;
   const DeviceGuard guard(device_);
-  return capture_of(*stream).id == capture_id && cudaEventRecord(event, *stream) == cudaSuccess;
+  const auto record_on = [&](cudaEvent_t event, cudaStream_t stream) {
+    return capture_of(stream).id == slot.capture_id && cudaEventRecord(event, stream) == cudaSuccess;
+  };
+  if (!record_on(slot.events[0], slot.stream)) return std::nullopt;
+  if (*current == slot.stream) return 1;
+  return record_on(slot.events[1], *current) ? std::optional(2) : std::nullopt;
 } catch (const CudaError&) {
-  return false;
+  return std::nullopt;
 }
 
 int SlotPool::num_free() const {

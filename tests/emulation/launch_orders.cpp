@@ -1,16 +1,20 @@
-// Which stream waits for which, as LaunchOrder orders launches. Prints "right", or what was not.
+// Which stream waits for which, as LaunchOrder orders launches and SlotPool the users of slots. Prints "right", or what
+// was not.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "emulator.h"
 #include "runtime/launch_order.h"
+#include "runtime/slot_pool.h"
 
 using hybrid_ep::LaunchOrder;
+using hybrid_ep::SlotPool;
 
 namespace {
 
@@ -100,6 +104,23 @@ void check_low_latency() {
   expect({}, 1, "a buffer that is gone holds nobody back");
 }
 
+void check_slots() {
+  Stream current = 1;
+  SlotPool pool(2, 0, [&] { return std::optional(handle_of(current)); });
+  const auto take = [&](Stream stream) { return pool.take(handle_of(stream)).slot_idx; };
+  int slot = take(1);
+  expect({}, 0, "nobody waits for a slot that was never used");
+  current = 2;
+  pool.release(slot);
+  expect({}, 2, "a result that dies under another stream than its dispatch's ends on both");
+  slot = take(3);
+  expect({{3, 1}, {3, 2}}, 0, "the next user of the slot waits for both");
+  current = 3;
+  pool.release(slot);
+  slot = take(4);
+  expect({{4, 3}}, 1, "one stream has one event");
+}
+
 }  // namespace
 
 int main() {
@@ -115,5 +136,6 @@ int main() {
   check_streams();
   check_captures();
   check_low_latency();
+  check_slots();
   std::puts("right");
 }

@@ -1,4 +1,4 @@
-"""Which stream waits for which: `LaunchOrder` with streams that only record what they wait for."""
+"""Which stream waits for which: `LaunchOrder` and `SlotPool` with streams that only record what they wait for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ def test_launches_of_an_engine_run_one_after_another(tmp_path: Path) -> None:
     require_programs("g++")
     program = tmp_path / "launch_orders"
     includes = [f"-I{folder}" for folder in (HERE / "include", HERE, CSRC)]
-    sources = [HERE / "launch_orders.cpp", HERE / "emulator.cpp", CSRC / "runtime/launch_order.cpp"]
+    runtime = (CSRC / f"runtime/{name}.cpp" for name in ("launch_order", "slot_pool"))
+    sources = [HERE / "launch_orders.cpp", HERE / "emulator.cpp", *runtime]
     subprocess.run(["g++", "-std=c++17", "-pthread", *includes, *map(str, sources), "-o", str(program)], check=True)
     said = subprocess.run([str(program)], capture_output=True, text=True, timeout=60, check=False)
     assert (said.returncode, said.stdout) == (0, "right\n")

@@ -8,7 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <memory>  // uses __noinline__
+#include <memory>
 #include <type_traits>
 
 #include "emulator.h"
@@ -21,7 +21,7 @@
 #define __shared__ static thread_local
 #define __align__(n) alignas(n)
 #define __forceinline__ inline
-#define __noinline__ __attribute__((noinline))
+#define __noinline__  // of which libstdc++ makes attributes
 
 // Where the running thread is. Objects and not macros, for a launch has members of these names.
 struct Coordinate {
