@@ -42,7 +42,7 @@ struct alignas(32) ReportQueue {
 // What a combine publishes before any rank sends, each value << 32 | epoch: arena_bits() | hidden << 8 | weights of a
 // row; the number of the handle's dispatch. A copy of experts, which counts as a combine, publishes arena_bits() | a
 // checksum of the experts' sizes; a checksum of the mapping; each with kCopiesExperts. Equal at all ranks, otherwise no
-// rank sends. Stored with release, loaded with acquire, at system scope.
+// rank sends. Earlier kernels have ended, so the words are stored relaxed, at system scope, and loaded with acquire.
 constexpr int kNumReadyWords = 2, kNumWeightsBits = 8, kArenaShift = 24;
 constexpr uint32_t kCopiesExperts = 1u << 31, kArenaBits = kCopiesExperts - (1u << kArenaShift);
 // The first word of a rank that refuses its call; the second one is the number of the refusal. No call has a hidden of

@@ -161,8 +161,8 @@ void Communicator::set_arena(const std::vector<uintptr_t>& arena, int64_t slot_b
   for (int r = 0; r < domain_.num_ranks; ++r) domain_.arena[r] = reinterpret_cast<uint8_t*>(arena[r]);
 }
 
-int Communicator::capacity(const RowWidths& widths) const {
-  return make_slot_layout(widths, domain_.slot_bytes).capacity;
+int Communicator::num_records(const DispatchShape& plan) const {
+  return plan.slot_layout(domain_.slot_bytes).num_records;
 }
 
 int Communicator::default_dispatch_sms() const {
@@ -184,7 +184,7 @@ void Communicator::fill(CommonDispatchParams& params, const DispatchShape& plan,
   params.range_first = plan.range_first;
   params.range_step = plan.range_step;
   params.range_size = plan.range_size;
-  params.slot = make_slot_layout(plan.format.widths(), domain_.slot_bytes);
+  params.slot = plan.slot_layout(domain_.slot_bytes);
   // A call that waits for the host takes what fits; the host grows the arena if that is not enough.
   params.is_bounded = !plan.waits_for_counts;
   params.row_limit = params.is_bounded ? std::min(plan.row_limit, params.slot.capacity) : params.slot.capacity;
@@ -241,7 +241,7 @@ uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors&
   params.num_tokens_per_expert = part(is_new, plan.route.num_tokens_per_expert);
   params.returned_counts = reinterpret_cast<int64_t*>(part(is_new && is_permuted, plan.route.returned_counts));
   params.overflow = part(is_new && is_permuted, plan.route.overflow);
-  params.reports_overflow = !plan.call.drops_rows;
+  params.reports_overflow = is_new && !plan.call.drops_rows;
   params.kept_topk_idx = reinterpret_cast<int64_t*>(part(is_new, plan.route.topk_idx));
   params.expert_row = part(is_new && is_permuted, plan.route.expert_row);
   const int counter_bytes =
@@ -277,7 +277,7 @@ int Communicator::slots_agreed_eagerly(cudaStream_t stream) const {
 void Communicator::duplicate(const DispatchPlan& plan, const DuplicateTensors& tensors, int slot_idx, int num_rows,
                              int num_recv, int num_sms, cudaStream_t stream) {
   const DeviceGuard guard(device_);
-  const SlotLayout layout = make_slot_layout(plan.format.widths(), domain_.slot_bytes);
+  const SlotLayout layout = plan.slot_layout(domain_.slot_bytes);
   require(num_rows >= 0 && num_rows <= layout.capacity, "rows of a result", num_rows, "what a slot holds");
   uint8_t* slot = domain_.arena[domain_.rank] + slot_idx * domain_.slot_bytes;
   DuplicateParams params{};

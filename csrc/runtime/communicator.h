@@ -43,7 +43,7 @@ class Communicator {
   void set_arena(const std::vector<uintptr_t>& arena, int64_t slot_bytes, int number);
 
   // Rows of these widths that a slot of the arena holds.
-  int capacity(const RowWidths& widths) const;
+  int num_records(const DispatchShape& plan) const;
 
   // SMs of a dispatch that does not ask for a number.
   int default_dispatch_sms() const;

@@ -76,6 +76,7 @@ DispatchShape DispatchShape::of(const DispatchRequest& request, int rank, int nu
   shape.range_size = range.end - range.first;
   shape.pad_multiple = request.pad_multiple;
   shape.row_limit = request.bound.value_or(0);
+  shape.num_records = request.num_records;
   shape.waits_for_counts = !request.bound;
   shape.num_sms = request.num_sms.value_or(0);
   shape.call = call_of(request);
@@ -93,9 +94,10 @@ DispatchPlan DispatchPlan::of(const DispatchRequest& request, int rank, int num_
   return plan;
 }
 
-DispatchPlan DispatchPlan::along(int max_rows) const {
+DispatchPlan DispatchPlan::along(int max_rows, int num_records) const {
   DispatchPlan plan = *this;
   plan.row_limit = plan.call.common_bound = max_rows;
+  plan.num_records = num_records;
   return plan;
 }
 

@@ -2,6 +2,7 @@
 // Later calls pass the plan and their addresses.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 
@@ -49,6 +50,7 @@ struct DispatchRequest {
   std::optional<ExpertRange> expert_range;
   int pad_multiple;
   std::optional<int> bound, common_bound, num_sms, max_tokens, num_slots, num_mapped_ranks;
+  int num_records;
   bool drops_rows;
   std::optional<int> refusal;
 };
@@ -77,11 +79,20 @@ struct DispatchShape {
   int range_first, range_step, range_size;
   int pad_multiple;  // 0: rows by source rank and token; otherwise by expert, between domains after they have arrived
   int row_limit;     // rows of the result, where the host does not wait for counts
+  int num_records;   // of received rows in a slot (SlotLayout); 0: as many as rows
   bool waits_for_counts;
   int num_sms;  // 0: the default
   DispatchCall call;
 
   static DispatchShape of(const DispatchRequest& request, int rank, int num_ranks);
+
+  SlotLayout slot_layout(int64_t slot_bytes) const {
+    return make_slot_layout(format.widths(), slot_bytes, num_records);
+  }
+  // The slot size from which `num_rows` rows fit.
+  int64_t slot_bytes_for(int64_t num_rows) const {
+    return hybrid_ep::slot_bytes_for(format.widths(), num_rows, num_records);
+  }
 };
 
 // Writes the fields that ranks must agree on to kNumDispatchFields words. `handle`: number of the handle's dispatch;
@@ -94,8 +105,12 @@ struct DispatchPlan : DispatchShape {
   int num_ranks;
 
   static DispatchPlan of(const DispatchRequest& request, int rank, int num_ranks);
-  // The same along a route of which no rank has more rows.
-  DispatchPlan along(int max_rows) const;
+  // The same along a route of which no rank has more rows; `num_records`: of that route.
+  DispatchPlan along(int max_rows, int num_records) const;
+  // The most rows that a rank sends in a call whose counts the host does not know, equal at all ranks.
+  int most_sent() const {
+    return num_records > 0 ? num_records / num_ranks * std::min(num_topk, num_ranks) : call.common_bound;
+  }
 };
 
 // The addresses of one dispatch; nullptr for what the call does not have.

@@ -1,9 +1,9 @@
 // The receive arena as a pool of equal slots: which results hold a slot, and when it may be used again.
 //
 // The rows of a dispatch arrive in a slot, and its results are tensors that hold the slot. When the last hold is
-// released, an event is recorded on the stream of the dispatch, another on the current stream, and the slot is free; its
-// next user waits for both. So a result may be freed under another stream than the one that uses it, as with torch's own
-// memory. No result holds slot 0: rows that are copied out arrive there, and partial rows of combine.
+// released, an event is recorded on the stream of the dispatch, another on the current stream, and the slot is free;
+// its next user waits for both. So a result may be freed under another stream than the one that uses it, as with
+// torch's own memory. No result holds slot 0: rows that are copied out arrive there, and partial rows of combine.
 //
 // A slot that is taken in a capture belongs to the graph until the graph is destroyed: every replay writes it. The same
 // capture can take it again after its results have died. No other call can.
@@ -56,11 +56,11 @@ class SlotPool {
  private:
   struct Slot {
     int holders = 0;
-    cudaStream_t stream = nullptr;  // that took it
+    cudaStream_t stream = nullptr;   // that took it
     bool has_unknown_users = false;  // an event could not be recorded when it was released
     // Of `stream`, and of the stream that was current at the release, if that is another one.
     cudaEvent_t events[2] = {};
-    int num_events = 0;  // that were recorded at the last release
+    int num_events = 0;                 // that were recorded at the last release
     unsigned long long capture_id = 0;  // of the graph that the slot belongs to; 0: it belongs to none
     GraphEnd graph_end;
   };

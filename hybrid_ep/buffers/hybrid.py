@@ -274,6 +274,8 @@ class HybridEPBuffer(PermutedCalls):
         if bound is not None:
             require_int("num_dispatched_tokens", bound, minimum=0)
         experts = self._experts_of_domain(routing.num_experts)
+        if bound is not None:
+            routing = routing._replace(max_tokens=self._max_tokens)
         wanted = DispatchRequest(rows, routing, bound, num_sms, experts, self._max_tokens * self.group_size)
         repeat = None
         # A call that looks at the values of the indices does so each time.

@@ -105,7 +105,7 @@ class PermutedHandle(_Handle):
         tokens_per_expert: ``[LE]``, padding included, as it was returned.
         num_of_tokens_per_rank: T.
         config: the sizes of the buffer when the handle was made.
-        overflow: ``[1]`` int32, 1 when more rows arrived than `num_permuted_tokens`.
+        overflow: ``[1]`` int32, 1 at every rank if at any more rows arrived than its `num_permuted_tokens`.
 
     The attributes `grid`, `num_topk`, `num_experts`, `pad_multiple` and `num_parts` are no entries. Repeated calls have
     them alike.

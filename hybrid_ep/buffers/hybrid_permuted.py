@@ -72,9 +72,11 @@ class PermutedCalls(HybridArguments):
             probs: ``[T, E]`` float32, with `routing_map`.
             scaling_factor: ``[T, H/128]`` float32; ignored with bf16.
             num_permuted_tokens: rows of the result, as a number or a tensor of one (which is read on the host). Rows
-                beyond it are dropped: with `non_blocking` the host does not wait and ``handle[-1]`` reports them,
-                otherwise it waits and raises. If fewer arrive, rows after the last expert's are undefined, and their
-                probs are 0. With `handle`, checked against it.
+                beyond it are dropped, and count as zero in a combine. With `non_blocking` the host does not wait, and
+                ``handle[-1]`` is 1 at every rank if any rank drops rows; otherwise it waits and raises. If fewer
+                arrive, rows after the last expert's are undefined, and their probs are 0. Ranks compare the buffer's
+                `max_num_of_tokens_per_rank`, which a call with more tokens raises at its own rank. With `handle`,
+                checked against it.
             pad_multiple: every expert's block is padded with zero rows to a multiple of it, at most 65536; None or 0
                 = 1. With `handle`, checked.
             handle: of an earlier dispatch, whose routes are used. `topk_weights` or `probs` may differ from its own. If
@@ -150,6 +152,13 @@ class PermutedCalls(HybridArguments):
         num_tokens = rows.data.shape[0]
         num_parts = routing.topk_idx.shape[0] // num_tokens if num_tokens else 1
         rows = _in_parts(rows, num_parts)
+        if bound is not None:
+            # Slots hold a record of each token that may arrive, however few rows of copies the bound allows. So ranks
+            # agree on the most tokens. On a CPU a rank's parts depend on its tokens.
+            most_parts = num_parts
+            if routing_map is not None and routing_map.is_cpu and routing.num_experts > MAX_TOPK:
+                most_parts = -(-routing.num_experts // MAX_TOPK)
+            routing = routing._replace(max_tokens=self._max_tokens * most_parts)
         if num_of_experts_per_rank is not None:
             num_local = routing.num_experts // self.group_size
             require(

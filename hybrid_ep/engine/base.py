@@ -200,8 +200,9 @@ class Engine(abc.ABC):
     def dispatch_permuted(self, request: DispatchRequest) -> Permuted:
         """Dispatches and leaves the rows grouped by local expert, one copy for each expert of a token.
 
-        With a bound there is no host sync, the result has that many rows, rows beyond it are dropped and
-        `handle.overflow` is set. The request's `pad_multiple` is 1 or more.
+        With a bound there is no host sync, the result has that many rows, and rows beyond it are dropped. If any rank
+        drops rows, `handle.overflow` is set at all, because a combine of theirs may lack them. The request's
+        `pad_multiple` is 1 or more.
 
         Raises:
             OverflowError: rows were dropped at any rank, without `drops_rows` (an engine that does not sync raises it

@@ -121,7 +121,7 @@ class PermuteHandle(NamedTuple):
         num_permuted: P, rows of the permuted tensor (its bound when `overflow` can be raised).
         pad_multiple: every expert's block is a multiple of it (1 = no padding).
         state: what the engine keeps for itself.
-        overflow: ``[1]`` int32, 1 when more rows arrived than the bound; last, as in Hybrid-EP.
+        overflow: ``[1]`` int32, 1 at every rank if at any more rows arrived than its bound; last, as in Hybrid-EP.
     """
 
     dispatch: DispatchHandle

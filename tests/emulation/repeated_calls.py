@@ -29,6 +29,7 @@ __all__ = [
     "check_hooks_between",
     "check_masks",
     "check_normal_calls",
+    "check_refusal_while_a_hook_is_open",
     "check_refused_launch",
     "check_two_buffers",
     "on_stream",
@@ -130,6 +131,20 @@ def check_hooks_between() -> None:
             buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.num_experts)
             received, _, handle, _, _ = calls.dispatch()
             calls.check(received, handle, calls.combine(handle)[0])
+
+
+def check_refusal_while_a_hook_is_open() -> None:
+    """A refusal that follows a loss is raised by the next call, also where a hook has ended meanwhile."""
+    with unread_values(), make_buffer(_case("refusal"), low_latency_mode=True) as buffer:
+        calls = _Calls(_case("refusal"), buffer)
+        for _ in range(3):
+            calls.check_step()
+        *_, receive = calls.dispatch(return_recv_hook=True)
+        calls.kernels._repeated.close()  # as the loss does
+        calls.kernels.refusal = hybrid_ep.ClosedError("left out")
+        receive()
+        with pytest.raises(hybrid_ep.ClosedError, match="left out"):
+            calls.dispatch()
 
 
 def check_hooks_at_once() -> None:

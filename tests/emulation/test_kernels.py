@@ -36,6 +36,25 @@ def test_a_repeated_dispatch_grows_slots(run_emulated: RunEmulated) -> None:
     run_emulated(2, "emulation.small_slots.check_with_small_slots", "battery.normal.check_repeated", case)
 
 
+@pytest.mark.parametrize(
+    ("check", "num_ranks"),
+    [
+        ("check_bounds_that_differ", 2),
+        ("check_calls_of_two_threads", 1),
+        ("check_dropped_copies", 2),
+        ("check_dropped_copies", 3),
+        ("check_growth_beside_a_repeated_call", 2),
+    ],
+)
+def test_bounds(run_emulated: RunEmulated, check: str, num_ranks: int) -> None:
+    run_emulated(num_ranks, UNREAD, f"battery.bounds.{check}")
+
+
+@pytest.mark.parametrize("ranks_per_domain", [2, 1])
+def test_rows_beyond_a_bound_are_zeros_in_a_combine(run_emulated: RunEmulated, ranks_per_domain: int) -> None:
+    run_emulated(2, "battery.bounds.check_dropped_rows", ranks_per_domain)
+
+
 def test_combine_with_a_window(run_emulated: RunEmulated) -> None:
     """Enough SMs to fill the wire, and rows of which a warp has several chunks."""
     case = Case("many_sms", 2, 130, hidden=4096, topk=2)

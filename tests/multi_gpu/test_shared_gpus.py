@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from tests.battery import copied_handles, hybrid, low_latency, normal, other_calls
+from tests.battery import bounds, copied_handles, hybrid, low_latency, normal, other_calls
 from tests.battery.cases import CASES, LOW_LATENCY_CASES, Case
 from tests.battery.cases import select as select_cases
 from tests.conftest import RunRanks
@@ -82,6 +82,26 @@ def _low_latency_formats(case: Case) -> None:
 @pytest.mark.parametrize("case", EIGHT, ids=lambda case: case.id)
 def test_eight_ranks(run_ranks: RunRanks, case: Case, check: Callable[..., None]) -> None:
     run_ranks(8, check, case, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("check", "num_ranks"),
+    [
+        (bounds.check_bounds_that_differ, 2),
+        (bounds.check_calls_of_two_threads, 1),
+        (bounds.check_dropped_copies, 2),
+        (bounds.check_growth_beside_a_repeated_call, 2),
+        (bounds.check_results_freed_under_another_stream, 1),
+        (bounds.check_memory_freed_in_a_capture, 2),
+    ],
+)
+def test_bounds(run_ranks: RunRanks, check: Callable[..., None], num_ranks: int) -> None:
+    run_ranks(num_ranks, check, "cuda")
+
+
+@pytest.mark.parametrize("ranks_per_domain", [2, 1])
+def test_rows_beyond_a_bound_are_zeros_in_a_combine(run_ranks: RunRanks, ranks_per_domain: int) -> None:
+    run_ranks(2, bounds.check_dropped_rows, ranks_per_domain, "cuda")
 
 
 def test_copied_handles(run_ranks: RunRanks) -> None:

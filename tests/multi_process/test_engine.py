@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.battery import (
+    bounds,
     copied_handles,
     hybrid,
     low_latency,
@@ -41,6 +42,14 @@ def test_normal_quantised(run_ranks: RunRanks, case: Case, check: Callable[..., 
 @pytest.mark.parametrize("ranks_per_domain", [None, 1])
 def test_copied_handles(run_ranks: RunRanks, ranks_per_domain: int | None) -> None:
     run_ranks(2, copied_handles.check_copied_handles, Case("copied", 2, 12, num_ranks_per_domain=ranks_per_domain))
+
+
+@pytest.mark.parametrize(
+    "check",
+    [bounds.check_bounds_that_differ, bounds.check_dropped_copies, bounds.check_growth_beside_a_repeated_call],
+)
+def test_bounds(run_ranks: RunRanks, check: Callable[[], None]) -> None:
+    run_ranks(2, check)
 
 
 def test_two_buffers(run_ranks: RunRanks) -> None:

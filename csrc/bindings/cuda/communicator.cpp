@@ -45,6 +45,7 @@ DispatchRequest request_of(const py::object& shape) {
   request.max_tokens = fields.optional("max_tokens");
   request.num_slots = fields.optional("num_slots");
   request.num_mapped_ranks = fields.optional("num_mapped_ranks");
+  request.num_records = fields.integer("num_records");
   request.drops_rows = fields.flag("drops_rows");
   request.refusal = fields.optional("refusal");
   return request;
@@ -96,14 +97,12 @@ void add_plans(py::module_& module) {
                              [](const DispatchShape& shape) { return shape.format.widths().record_bytes(); })
       .def_property_readonly("is_refused",
                              [](const DispatchShape& shape) { return shape.call.refusal != FaultKind::kNone; })
-      .def(
-          "slot_bytes_for",
-          [](const DispatchShape& shape, int64_t num_rows) { return slot_bytes_for(shape.format.widths(), num_rows); },
-          py::arg("num_rows"));
+      .def("slot_bytes_for", &DispatchShape::slot_bytes_for, py::arg("num_rows"));
   py::class_<DispatchPlan, DispatchShape>(module, "DispatchPlan")
       .def(py::init(&plan_of<DispatchPlan>), py::arg("shape"), py::arg("rank"), py::arg("num_ranks"))
       .def_property_readonly("num_local_experts",
                              [](const DispatchPlan& plan) { return plan.num_experts / plan.num_ranks; })
+      .def_property_readonly("most_sent", &DispatchPlan::most_sent)
       .def_property_readonly("route_ints", [](const DispatchPlan& plan) { return plan.route.num_ints; })
       .def_property_readonly("counts_at",  // in the route: what arrives for each local expert, without pads
                              [](const DispatchPlan& plan) {
@@ -165,8 +164,7 @@ void add_communicator(py::module_& module) {
            py::arg("control"), py::arg("device"), py::arg("timeout_s"))
       .def("set_arena", &Communicator::set_arena, py::arg("arena"), py::arg("slot_bytes"), py::arg("number"))
       .def(
-          "capacity",
-          [](const Communicator& self, const DispatchPlan& plan) { return self.capacity(plan.format.widths()); },
+          "num_records", [](const Communicator& self, const DispatchPlan& plan) { return self.num_records(plan); },
           py::arg("plan"))
       .def_property_readonly("default_dispatch_sms", &Communicator::default_dispatch_sms)
       .def(

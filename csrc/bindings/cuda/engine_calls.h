@@ -32,13 +32,14 @@ struct RouteFields {
         max_sent(integer(route, 5)),
         num_sent_away(integer(route, 6)),
         num_from_away(integer(route, 7)),
-        number(integer(route, 8)),
-        stream(PyLong_AsSize_t(item(route, 9).ptr())) {
+        num_records(integer(route, 8)),
+        number(integer(route, 9)),
+        stream(PyLong_AsSize_t(item(route, 10).ptr())) {
     if (PyErr_Occurred() != nullptr) throw pybind11::error_already_set();
   }
 
   uintptr_t address;
-  int num_recv, max_recv, max_sent, num_sent_away, num_from_away, number;
+  int num_recv, max_recv, max_sent, num_sent_away, num_from_away, num_records, number;
   uintptr_t stream;
 
  private:
@@ -71,6 +72,8 @@ class EngineCalls {
   Communicator& communicator;
   RouteMemory& routes;
 
+  // Must live as long as a call. Where another thread is in one, Python refuses the call.
+  OneCall begin_call() const { return launches_.begin_call(); }
   // The SlotTensors for a call that can be one call of C++; None: it cannot, for there is more to be done. A call keeps
   // them, because the engine may get others while it waits.
   pybind11::object slots() const { return engine_.attr(slots_now_); }
@@ -117,11 +120,15 @@ class EngineCalls {
   void count_traffic(int64_t num_bytes) const {
     if (num_bytes != 0) traffic_.attr(within_) = traffic_.attr(within_).cast<int64_t>() + num_bytes;
   }
-  // Waits for the counts of a launch; counts what is sent. nullopt: slots are too small, and no rank has sent.
+  // Waits for the counts of a launch; counts what is sent. nullopt: slots were too small, and no rank has sent. Then
+  // all ranks have grown theirs, each after this one launch, and the call is still to be made.
   std::optional<WaitedCounts> wait(const DispatchPlan& plan, uint32_t counts_epoch, cudaStream_t stream) const {
     const HostCounts* const found = wait_for_counts(communicator, counts_epoch, stream);
     if (found == nullptr) raise_failed();
-    if (found->status == kNeedsCapacity) return std::nullopt;
+    if (found->status == kNeedsCapacity) {
+      engine_.attr("_arena").attr("ensure")(plan.slot_bytes_for(found->max_rows));
+      return std::nullopt;
+    }
     count_traffic(found->num_sent_away * plan.format.widths().record_bytes());
     const int32_t* const counts = found->num_tokens_per_expert;
     return WaitedCounts{found->num_recv,      found->num_permuted,
@@ -133,10 +140,10 @@ class EngineCalls {
   void end() const { launches_.order().end(); }
 
   pybind11::object make_route(const RouteMemory::Piece& piece, int64_t counts_at, int num_recv, int max_recv,
-                              int max_sent, int num_sent_away, int num_from_away, int number,
+                              int max_sent, int num_sent_away, int num_from_away, int num_records, int number,
                               cudaStream_t stream) const {
     return make_named(route_type_, piece.chunk, piece.address, counts_at, num_recv, max_recv, max_sent, num_sent_away,
-                      num_from_away, number, reinterpret_cast<uintptr_t>(stream));
+                      num_from_away, num_records, number, reinterpret_cast<uintptr_t>(stream));
   }
   // The copy of the caller's top-k indices that a dispatch writes to its route.
   pybind11::object topk_of(const RouteMemory::Piece& piece, const DispatchPlan& plan) const {

@@ -67,6 +67,8 @@ class RepeatedCalls {
   void close() { opened_.reset(); }
   bool is_open() const { return opened_ != nullptr; }
 
+  // Must live as long as a call. Where another thread is in one, Python refuses the call.
+  OneCall begin_call() const { return launches_.begin_call(); }
   // Begins a call on the current stream. nullopt: no call of this kind may be launched. After a fault the masks may
   // have to change first.
   std::optional<Launch> begin(const LowLatencyPlan& plan, LowLatencyKind kind) const {
@@ -263,6 +265,8 @@ class RepeatedDispatch {
   // and of waits, and the global scale. Returns rows, scales, counts, the handle and the hook. None: the call has not
   // been made.
   py::object call(FastArguments arguments) const {
+    const OneCall one_call = shape_.calls.begin_call();
+    if (!one_call.is_begun()) return py::none();
     const auto buffer = py::reinterpret_borrow<py::object>(arguments[0]);
     const uintptr_t rows = address_of(arguments[1]), topk_idx = address_of(arguments[2]);
     const auto stats = py::reinterpret_borrow<py::object>(arguments[3]);
@@ -334,6 +338,8 @@ class RepeatedCombine {
   // Takes the buffer that is called, rows, top-k indices, weights, the handle, the tensor to write to (None: a new
   // one), and statistics of waits. Returns the result and the hook. None: the call has not been made.
   py::object call(FastArguments arguments) const {
+    const OneCall one_call = shape_.calls.begin_call();
+    if (!one_call.is_begun()) return py::none();
     static PyObject* const name = PyUnicode_InternFromString("state");
     const auto buffer = py::reinterpret_borrow<py::object>(arguments[0]);
     const uintptr_t rows = address_of(arguments[1]);

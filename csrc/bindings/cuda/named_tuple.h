@@ -43,7 +43,7 @@ inline void require_fields(const pybind11::object& named, std::initializer_list<
 // Of the classes in hybrid_ep/engine/calls.py and hybrid_ep/engine/cuda/route.py.
 inline void require_route(const pybind11::object& named) {
   require_fields(named, {"chunk", "address", "counts_at", "num_recv", "max_recv", "max_sent", "num_sent_away",
-                         "num_from_away", "number", "stream"});
+                         "num_from_away", "num_records", "number", "stream"});
 }
 inline void require_dispatch_handle(const pybind11::object& named) {
   require_fields(named, {"rank_prefix_matrix", "num_tokens", "num_recv", "num_experts", "num_topk", "grid", "state"});

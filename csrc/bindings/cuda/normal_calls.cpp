@@ -43,6 +43,8 @@ class RepeatedDispatch {
   // counts, the handle, and a copy of the given top-k indices or None. None: the call is still to be made, in several
   // steps.
   py::object call(FastArguments arguments) {
+    const OneCall one_call = calls_.begin_call();
+    if (!one_call.is_begun()) return py::none();
     const auto begun = calls_.begin_dispatch(plan_, arguments);
     if (!begun) return py::none();
     auto& slots = begun->slots.cast<SlotTensors&>();
@@ -58,7 +60,8 @@ class RepeatedDispatch {
     const int number = calls_.count();
     const SlotResults made = slot->tensors(plan_, *bound_, piece.memory, piece.address);
     calls_.end();
-    const py::object route = calls_.make_route(piece, counts_at_, *bound_, max_rows_, max_rows_, 0, 0, number, stream);
+    const py::object route =
+        calls_.make_route(piece, counts_at_, *bound_, max_rows_, max_rows_, 0, 0, 0, number, stream);
     return result(made, py::none(), *bound_, piece, route);
   }
 
@@ -71,8 +74,9 @@ class RepeatedDispatch {
     if (!found) return py::none();
     const SlotResults made = slot->tensors(plan_, found->num_recv, piece.memory, piece.address);
     calls_.end();
-    const py::object route = calls_.make_route(piece, counts_at_, found->num_recv, found->max_recv, found->max_sent,
-                                               found->num_sent_away, found->num_recv - found->num_kept, number, stream);
+    const py::object route =
+        calls_.make_route(piece, counts_at_, found->num_recv, found->max_recv, found->max_sent, found->num_sent_away,
+                          found->num_recv - found->num_kept, 0, number, stream);
     py::list counts(found->num_tokens_per_expert.size());
     for (size_t e = 0; e < counts.size(); ++e) counts[e] = py::int_(found->num_tokens_per_expert[e]);
     return result(made, counts, found->num_recv, piece, route);
@@ -110,6 +114,8 @@ class RepeatedDispatchAlong {
 
   // Takes rows, scales and the handle. Returns rows and scales. None: as above.
   py::object call(FastArguments arguments) const {
+    const OneCall one_call = calls_.begin_call();
+    if (!one_call.is_begun()) return py::none();
     const py::object slots = calls_.slots();
     const std::optional<cudaStream_t> stream = slots.is_none() ? std::nullopt : calls_.begin();
     const auto route = stream ? calls_.route_for(arguments[2], *stream) : std::nullopt;
@@ -118,7 +124,7 @@ class RepeatedDispatchAlong {
     const RowWidths widths = plan_.format.widths();
     auto& tensors = slots.cast<SlotTensors&>();
     if (slot_bytes_for(widths, route->max_recv) > tensors.slot_bytes()) return py::none();
-    auto slot = tensors.launch(calls_.communicator, plan_.along(route->max_recv), given, route->number, *stream);
+    auto slot = tensors.launch(calls_.communicator, plan_.along(route->max_recv, 0), given, route->number, *stream);
     if (!slot) return py::none();
     calls_.count();
     calls_.count_traffic(route->num_sent_away * widths.record_bytes());
@@ -145,6 +151,7 @@ class CombineCalls {
     RouteFields route;
   };
 
+  OneCall begin_call() const { return calls_.begin_call(); }
   // nullopt: the call is still to be made, in several steps. `addresses`: all that must be aligned.
   std::optional<Begun> begin(uintptr_t addresses, py::handle handle) const {
     const py::object slots = calls_.slots();
@@ -192,6 +199,8 @@ class RepeatedCombine {
 
   // Takes rows, weights, two biases and the handle. Returns the sums of rows and of weights. None: as above.
   py::object call(FastArguments arguments) const {
+    const OneCall one_call = calls_.begin_call();
+    if (!one_call.is_begun()) return py::none();
     const uintptr_t rows = address_of(arguments[0]), weights = address_of(arguments[1]);
     const uintptr_t bias_0 = address_of(arguments[2]), bias_1 = address_of(arguments[3]);
     const auto begun = calls_.begin(rows | bias_0 | bias_1, arguments[4]);
@@ -216,6 +225,8 @@ class RepeatedDenseCombine {
   // Takes rows, probabilities, the handle, and top-k indices of received and of sent rows. Returns the sums of rows and
   // of probabilities. None: as above.
   py::object call(FastArguments arguments) const {
+    const OneCall one_call = calls_.begin_call();
+    if (!one_call.is_begun()) return py::none();
     const uintptr_t rows = address_of(arguments[0]);
     const auto begun = calls_.begin(rows, arguments[2]);
     if (!begun) return py::none();

@@ -62,7 +62,7 @@ class RepeatedPermutedDispatch {
         plan_(plan),
         bound_(bound),
         num_expert_sms_(num_expert_sms),
-        slot_bytes_(slot_bytes_for(plan.format.widths(), bound.value_or(0))),
+        slot_bytes_(plan.slot_bytes_for(bound.value_or(0))),
         make_probs_(make_probs),
         make_scales_(make_scales),
         make_counts_(make_counts),
@@ -71,6 +71,8 @@ class RepeatedPermutedDispatch {
   // Takes rows, scales, top-k indices and weights. Returns rows, scales, probabilities, counts, the PermuteHandle, and
   // a copy of the given top-k indices.
   py::object call(FastArguments arguments) {
+    const OneCall one_call = calls_.begin_call();
+    if (!one_call.is_begun()) return py::none();
     const auto begun = calls_.begin_dispatch(plan_, arguments);
     if (!begun) return py::none();
     auto& slots = begun->slots.cast<SlotTensors&>();
@@ -90,8 +92,8 @@ class RepeatedPermutedDispatch {
     if (!slot) return py::none();
     const int number = calls_.count();
     // The bound counts copies, and more rows than that may arrive when it is exceeded.
-    const int num_recv = calls_.communicator.capacity(plan_.format.widths());
-    return completed(*slot, {*bound_, num_recv, *bound_, *bound_, 0, 0}, nullptr, piece, number, stream);
+    const int num_recv = calls_.communicator.num_records(plan_);
+    return completed(*slot, {*bound_, num_recv, *bound_, plan_.most_sent(), 0, 0}, nullptr, piece, number, stream);
   }
 
   py::object waiting(SlotTensors& slots, const EngineCalls::BegunDispatch& begun) const {
@@ -123,8 +125,9 @@ class RepeatedPermutedDispatch {
     calls_.end();
     const py::object counts = on_host == nullptr ? made.counts : counts_of(*on_host);
     const int64_t counts_at = plan_.route.num_tokens_per_expert + plan_.num_experts / plan_.num_ranks;
-    const py::object route = calls_.make_route(piece, counts_at, sizes.num_recv, sizes.max_rows, sizes.max_sent,
-                                               sizes.num_sent_away, sizes.num_from_away, number, stream);
+    const py::object route =
+        calls_.make_route(piece, counts_at, sizes.num_recv, sizes.max_rows, sizes.max_sent, sizes.num_sent_away,
+                          sizes.num_from_away, plan_.num_records, number, stream);
     const py::object dispatch = make_named(types_.dispatch, made.rank_prefix, plan_.num_tokens, sizes.num_recv,
                                            plan_.num_experts, plan_.num_topk, grid_, route);
     const py::object state = types_.permute_state(kept.chunk, kept.address, calls_.own_communicator());
@@ -164,20 +167,21 @@ class RepeatedPermutedDispatchAlong {
 
   // Takes rows, scales and the PermuteHandle. Returns rows and scales.
   py::object call(FastArguments arguments) {
+    const OneCall one_call = calls_.begin_call();
+    if (!one_call.is_begun()) return py::none();
     const auto along = PermuteFields::of(arguments[2], types_);
     const py::object slots = along ? calls_.slots() : py::none();
     const std::optional<cudaStream_t> stream = slots.is_none() ? std::nullopt : calls_.begin();
     const auto route = stream ? calls_.route_for(along->dispatch, *stream) : std::nullopt;
     if (!route) return py::none();
     const DispatchTensors given = tensors_of(address_of(arguments[0]), 0, 0, address_of(arguments[1]), route->address);
-    const RowWidths widths = plan_.format.widths();
+    const DispatchPlan plan = plan_.along(route->max_recv, route->num_records);
     auto& tensors = slots.cast<SlotTensors&>();
-    if (slot_bytes_for(widths, route->max_recv) > tensors.slot_bytes()) return py::none();
-    const DispatchPlan plan = plan_.along(route->max_recv);
+    if (plan.slot_bytes_for(route->max_recv) > tensors.slot_bytes()) return py::none();
     auto slot = tensors.launch(calls_.communicator, plan, given, route->number, *stream);
     if (!slot) return py::none();
     calls_.count();
-    calls_.count_traffic(route->num_sent_away * widths.record_bytes());
+    calls_.count_traffic(route->num_sent_away * plan.format.widths().record_bytes());
     uintptr_t scales_at = 0;
     const py::object scales = make_scales_ ? make_scales_->make_rows(along->num_permuted, &scales_at) : py::none();
     calls_.communicator.duplicate(plan,
@@ -217,6 +221,8 @@ class RepeatedPermutedCombine {
   // Takes rows, probabilities, the PermuteHandle and its top-k indices, which only sums for all experts need. Returns
   // the sums of rows, and those of probabilities.
   py::object call(FastArguments arguments) const {
+    const OneCall one_call = calls_.begin_call();
+    if (!one_call.is_begun()) return py::none();
     const uintptr_t rows = address_of(arguments[0]), probs = address_of(arguments[1]);
     const auto along = PermuteFields::of(arguments[2], types_);
     if (!along || rows % kRowAlignBytes != 0) return py::none();

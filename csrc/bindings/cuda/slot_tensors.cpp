@@ -58,7 +58,7 @@ SlotTensors::SlotTensors(uintptr_t base, int64_t slot_bytes, int num_slots, int 
 SlotResults SlotTensors::tensors(int slot_idx, const DispatchPlan& plan, int64_t num_rows, const py::object& memory,
                                  uintptr_t route) {
   const bool is_permuted = plan.pad_multiple > 0;
-  SlotResults results = slot_tensors(slot_idx, plan.format, num_rows, is_permuted);
+  SlotResults results = slot_tensors(slot_idx, plan, num_rows, is_permuted);
   if (plan.makes_route) {
     const auto part = [&](int64_t offset, std::vector<int64_t> shape, ElementType type = {kInt, 32}) {
       const uintptr_t address = route + offset * sizeof(int32_t);
@@ -75,7 +75,7 @@ SlotResults SlotTensors::tensors(int slot_idx, const DispatchPlan& plan, int64_t
 }
 
 SlotResults SlotTensors::tensors_between(int slot_idx, const DispatchShape& plan, int64_t num_rows) {
-  SlotResults results = slot_tensors(slot_idx, plan.format, num_rows, false);
+  SlotResults results = slot_tensors(slot_idx, plan, num_rows, false);
   pool_->release(slot_idx);
   return results;
 }
@@ -92,8 +92,9 @@ std::optional<FilledSlot> SlotTensors::launch(Communicator& communicator, const 
   return slot;
 }
 
-SlotResults SlotTensors::slot_tensors(int slot_idx, const RowFormat& format, int64_t num_rows, bool is_permuted) {
-  const SlotLayout layout = make_slot_layout(format.widths(), slot_bytes_);
+SlotResults SlotTensors::slot_tensors(int slot_idx, const DispatchShape& plan, int64_t num_rows, bool is_permuted) {
+  const RowFormat& format = plan.format;
+  const SlotLayout layout = plan.slot_layout(slot_bytes_);
   require(num_rows <= layout.capacity, "rows of a result", num_rows, "what a slot holds");
   const py::none none;
   SlotResults results{none, none, none, none, none, none, none};

@@ -70,7 +70,7 @@ class SlotTensors {
 
  private:
   // Rows, experts, weights and scales in a slot. Each tensor holds the slot.
-  SlotResults slot_tensors(int slot_idx, const RowFormat& format, int64_t num_rows, bool is_permuted);
+  SlotResults slot_tensors(int slot_idx, const DispatchShape& plan, int64_t num_rows, bool is_permuted);
   pybind11::object slot_tensor(int slot_idx, int64_t offset, int64_t num_rows, const Columns& columns);
 
   uintptr_t base_;

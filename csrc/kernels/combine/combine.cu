@@ -100,11 +100,15 @@ class Chunks {
     return slot_at(chunk.source) + params_.slot.rows + chunk.to * params_.row_bytes;
   }
   __device__ void finish(const Chunk& chunk) const {
-    const int num_weights = params_.num_weights;
-    if (num_weights == 0) return;
+    const int num_weights = params_.num_weights, lane = threadIdx.x % 32;
     const float* weights = params_.weights + chunk.from * num_weights;
     auto* target = reinterpret_cast<float*>(slot_at(chunk.source) + params_.slot.weights) + chunk.to * num_weights;
-    for (int j = threadIdx.x % 32; j < chunk.num_rows * num_weights; j += 32) target[j] = weights[j];
+    for (int j = lane; j < chunk.num_rows * num_weights; j += 32) target[j] = weights[j];
+    if (chunk.num_rows == kRowsPerChunk) return;
+    const int left = min(routes_.send_count[chunk.source] - chunk.index * kRowsPerChunk, kRowsPerChunk);
+    const int64_t num_absent = min(int64_t{left}, params_.slot.capacity - chunk.to) - chunk.num_rows;
+    send_zeros(target + chunk.num_rows * num_weights, num_absent * num_weights * sizeof(float));
+    send_zeros(to(chunk) + chunk.num_rows * params_.row_bytes, num_absent * params_.row_bytes);
   }
   __device__ void report(const Chunk& chunk) const {
     if (threadIdx.x % 32 == 0) push_report(queue_, report_of(chunk.source, chunk.index));

@@ -24,6 +24,12 @@ constexpr int kMaxPieceBytes = kSendRingBytes / (kWindow + 2);
 constexpr int kStoresInFlight = 3;
 constexpr int kLongPieceBytes = kSendRingBytes / (2 * kStoresInFlight);
 
+// Writes zeros for rows that x does not have, because a dispatch has dropped them. Collective over a warp; a multiple
+// of 4 bytes.
+__device__ void send_zeros(void* to, int64_t num_bytes) {
+  for (int64_t i = threadIdx.x % 32; i < num_bytes / 4; i += 32) static_cast<uint32_t*>(to)[i] = 0;
+}
+
 // What a run copies: blocks that follow each other, to targets that are to_stride bytes apart.
 struct Blocks {
   int num, num_bytes, to_stride;

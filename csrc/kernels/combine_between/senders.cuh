@@ -61,11 +61,14 @@ class RowsToSum {
   }
 
   __device__ void finish(const Run& run) const {
-    const int num_floats = num_rows(run) * params_.num_weights;
-    if (num_floats == 0) return;
-    auto* to = reinterpret_cast<float*>(arena(run) + params_.slot.weights) + first_target(run) * params_.num_weights;
+    const int num_here = num_rows(run), num_floats = num_here * params_.num_weights;
+    auto* target =
+        reinterpret_cast<float*>(arena(run) + params_.slot.weights) + first_target(run) * params_.num_weights;
     const float* from = params_.weights + first_row(run) * params_.num_weights;
-    for (int i = threadIdx.x % 32; i < num_floats; i += 32) to[i] = from[i];
+    for (int i = threadIdx.x % 32; i < num_floats; i += 32) target[i] = from[i];
+    const int64_t num_absent = run_size(run) - num_here;
+    send_zeros(target + num_floats, num_absent * params_.num_weights * sizeof(float));
+    send_zeros(to(run) + num_here * params_.row_bytes, num_absent * params_.row_bytes);
   }
 
   __device__ void report(const Run& run) const {
@@ -89,10 +92,12 @@ class RowsToSum {
   __device__ int64_t first_target(const Run& run) const {
     return tables_.send_base[run.source] + static_cast<int64_t>(run.number) * run_rows_;
   }
+  __device__ int run_size(const Run& run) const {
+    return min(run_rows_, count_of(params_, run.source, me()) - run.number * run_rows_);
+  }
   // Rows of the run that x has.
   __device__ int num_rows(const Run& run) const {
-    const int left = min(run_rows_, count_of(params_, run.source, me()) - run.number * run_rows_);
-    return static_cast<int>(max(int64_t{0}, min(int64_t{left}, params_.num_rows - first_row(run))));
+    return static_cast<int>(max(int64_t{0}, min(int64_t{run_size(run)}, params_.num_rows - first_row(run))));
   }
 
   const CombineBetweenParams& params_;

@@ -112,7 +112,7 @@ __device__ void send_metadata(const DispatchParams& params, const DispatchRoutes
     const int32_t* list = params.send_list + static_cast<int64_t>(peer) * params.num_tokens + routes.cta_base[peer];
     const int64_t first_row = routes.recv_base[peer] + routes.cta_base[peer];
     // The bound of expert-major output counts copies; metadata is stored once per row.
-    const int64_t limit = params.pad_multiple > 0 ? params.slot.capacity : routes.call[peer][CountRow::kRowLimit];
+    const int64_t limit = params.pad_multiple > 0 ? params.slot.num_records : routes.call[peer][CountRow::kRowLimit];
     const int count = static_cast<int>(min(static_cast<int64_t>(routes.cta_count[peer]), limit - first_row));
     if (params.scales != nullptr) {
       auto* scales = reinterpret_cast<uint32_t*>(slot + params.slot.scales) + first_row * params.num_scales;

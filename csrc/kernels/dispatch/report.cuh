@@ -79,17 +79,20 @@ __device__ bool report_counts(const DispatchParams& params, const Waiter& waiter
   }
   max_sent = __reduce_max_sync(kAllLanes, max_sent);
   max_recv = __reduce_max_sync(kAllLanes, max_recv);
-  // Every rank reports dropped rows, because its own combine will lack them.
-  for (int r = lane; r < num_ranks && params.reports_overflow && status == kSent; r += 32) {
+  // Every rank reports rows that any rank drops, because its own combine will lack them.
+  bool drops_rows = false;
+  for (int r = lane; r < num_ranks && status == kSent; r += 32) {
     const int needed = routes.needed[r], limit = routes.call[r][CountRow::kRowLimit];
     if (needed <= limit) continue;
+    drops_rows = true;
+    if (!params.reports_overflow) continue;
     report_fault(domain.fault, FaultKind::kOverflow, KernelName::kDispatch, WaitTag::kRows, domain.rank, r, limit,
                  needed);
   }
+  drops_rows = __ballot_sync(kAllLanes, drops_rows) != 0;
   __syncwarp();  // what the lanes have written to the host counts comes before their epoch
   if (lane != 0) return ok;
-  const int needed = routes.needed[domain.rank];
-  if (params.overflow != nullptr) *params.overflow = status == kSent && needed > params.row_limit;
+  if (params.overflow != nullptr) *params.overflow = drops_rows;
   if (params.host_counts == nullptr) return ok;
   HostCounts& host_counts = *params.host_counts;
   host_counts.status = status;
@@ -100,7 +103,7 @@ __device__ bool report_counts(const DispatchParams& params, const Waiter& waiter
       max_rows = max(max_rows, routes.needed[r]);
     }
     host_counts.num_recv = routes.num_recv[domain.rank];
-    host_counts.num_permuted = params.pad_multiple > 0 ? needed : 0;
+    host_counts.num_permuted = params.pad_multiple > 0 ? routes.needed[domain.rank] : 0;
     host_counts.num_sent_away = sent_away;
     host_counts.num_kept = routes.sent[domain.rank];
     host_counts.max_recv = max_recv;

@@ -222,6 +222,7 @@ __device__ bool forward_records(const DispatchBetweenParams& params, const CallB
   const auto is_here = [&](const Record& of) {  // then the warp may load it
     const ChunkStream<Link> stream(between, waiter, link, of.domain, call.first);
     const bool is_here = __ballot_sync(kAllLanes, lane == 0 && stream.is_here(of.chunk)) != 0;
+    __syncwarp();  // passes on what lane 0 has acquired; a vote orders no memory
     if (is_here) ptx::fence_global_for_bulk();
     return is_here;
   };

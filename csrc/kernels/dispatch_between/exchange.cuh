@@ -119,6 +119,7 @@ __device__ bool tell_counts(const DispatchBetweenParams& params, const Waiter& w
     }
     const ChunkStream<Link> stream(between, waiter, link, domain);
     if (!__all_sync(kAllLanes, threadIdx.x % 32 > 0 || stream.wait_free(0))) return false;
+    __syncwarp();  // passes on what lane 0 has acquired
     auto* values = reinterpret_cast<int32_t*>(stream.send_slot(0));
     for (int v = threadIdx.x % 32; v < num_values; v += 32) values[v] = told_value(params, domain, v);
     ok &= stream.send(0, (4 * num_values + 15) / 16 * 16, 1);

@@ -133,7 +133,7 @@ class CudaBetween(LowLatencyChoice):
         self._refused = Refusals(Board.of(group).at(f"buffer {number}/refused calls"), grid.rank)
         blame = Blame(Board.of(group).at(f"buffer {number}/calls"), grid.rank, timeout_s, grace_s=_GRACE_S)
         self._faults = BetweenFaults(grid, self._link, blame, self._refused)
-        self._order = _cuda.LaunchOrder(self._index, current_raw_stream)
+        self._order = _cuda.LaunchOrder(self._index, current_raw_stream, self.busy)
         self._late: HybridEPError | None = None  # error of an earlier call; raised after the next launch
         self._held_capacity = 0  # records that calls without a bound have needed
         if env.LOW_LATENCY_BETWEEN.get() == "cuda":
@@ -242,9 +242,9 @@ class CudaBetween(LowLatencyChoice):
         # Every record is a row of some rank of the domain, and a peer has no more tokens than a rank may send.
         return max(capacity, min(self.grid.num_ranks_per_domain * max_rows, num_others * _cuda.max_tokens))
 
-    def _require_bounds(self, num_rows: int, bound: int, device: torch.device) -> None:
+    def _find_overflow(self, num_rows: int, bound: int, device: torch.device) -> str | None:
         self._begin("dispatch_with_permute", device, {})  # kernels have made the dispatch
-        super()._require_bounds(num_rows, bound, device)
+        return super()._find_overflow(num_rows, bound, device)
 
     @one_at_a_time
     def dispatch_cached(self, request: CachedDispatchRequest, handle: DispatchHandle) -> Rows:

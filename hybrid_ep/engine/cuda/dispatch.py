@@ -152,8 +152,11 @@ def _send(engine: CudaEngine, request: DispatchRequest) -> _Sent:
         number = _cuda.dispatch_number(engine.number, engine.num_calls)
         if bound is not None:
             # Expert-major: the bound counts copies, and more rows than that may arrive when it is exceeded.
-            num_recv = engine._communicator.capacity(plan) if pad_multiple else bound
-            route = Route(chunk, base, plan.counts_at, num_recv, max_rows, max_rows, 0, 0, number, stream)
+            num_recv = engine._communicator.num_records(plan) if pad_multiple else bound
+            num_records = planned.num_records
+            route = Route(
+                chunk, base, plan.counts_at, num_recv, max_rows, plan.most_sent, 0, 0, num_records, number, stream
+            )
             return _Sent(plan, lease, stream, route, bound, None)
         assert host_counts is not None
         engine.traffic.within_domain += host_counts.num_sent_away * plan.record_bytes
@@ -168,6 +171,7 @@ def _send(engine: CudaEngine, request: DispatchRequest) -> _Sent:
             host_counts.max_sent,
             host_counts.num_sent_away,
             num_from_away,
+            0,
             number,
             stream,
         )
@@ -247,7 +251,7 @@ def _plan_along(
     route = state_of(handle, Route)
     stream = engine._begin()
     route.chunk.note_use(stream)
-    shape = shape_along(request, handle, pad_multiple, route.max_recv)
+    shape = shape_along(request, handle, pad_multiple, route.max_recv, route.num_records)
     planned = plan_dispatch(engine.grid.rank, engine.grid.num_ranks, shape)
     engine._arena.holds(planned.slot_bytes)  # raises in a capture if slots would have to grow
     return planned, stream

@@ -21,7 +21,7 @@ from hybrid_ep.core.board import Board
 from hybrid_ep.core.checks import Passed
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.streams import current_raw_stream, is_capturing
-from hybrid_ep.engine.base import Engine
+from hybrid_ep.engine.base import Engine, one_at_a_time
 from hybrid_ep.engine.calls import (
     CachedDispatchRequest,
     Combined,
@@ -115,7 +115,7 @@ class CudaEngine(Engine):
         self._experts = ExpertCopier(roll_call, self.device, self._communicator, self._arena)
         self._routes = route_memory(self.device)
         self.number = number
-        self._order = _cuda.LaunchOrder(self._index, current_raw_stream)
+        self._order = _cuda.LaunchOrder(self._index, current_raw_stream, self.busy)
         self._repeated = Passed()  # by shape: what repeats a call
         self._late: HybridEPError | None = None  # that the call which is being made raises when it has been launched
         board = None if group is None else Board.of(group).at(f"buffer {number}")
@@ -138,13 +138,14 @@ class CudaEngine(Engine):
     def slots_now(self) -> _cuda.SlotPool | None:
         """The slots for a call that can be one call of C++; None: it cannot, for there is more to be done."""
         arena = self._arena
-        return arena.pool if self._late is None and self._low_latency.is_quiet and not arena.is_short else None
+        return arena.pool if self._late is None and self._low_latency.is_quiet and not arena.has_work else None
 
     @property
     def memory_bytes(self) -> int:
         slots = self._arena.num_bytes + self._experts.num_bytes
         return self._control.local.nbytes + slots + self._low_latency.num_bytes
 
+    @one_at_a_time
     def dispatch(self, request: DispatchRequest) -> Dispatched:
         repeat = None if request.bound is None else self.repeat_of(request)
         if repeat is None:
@@ -161,6 +162,7 @@ class CudaEngine(Engine):
     ) -> RepeatedDispatch | None:
         return repeat_dispatch(self, request, returns_topk, num_received)
 
+    @one_at_a_time
     def dispatch_cached(self, request: CachedDispatchRequest, handle: DispatchHandle) -> Rows:
         return Rows(*self.repeat_of_cached(request, handle)(*request.rows, handle))
 
@@ -170,6 +172,7 @@ class CudaEngine(Engine):
     def repeat_of_cached(self, request: CachedDispatchRequest, handle: DispatchHandle) -> RepeatedDispatchAlong:
         return repeat_along(self, request, handle)
 
+    @one_at_a_time
     def combine(self, request: CombineRequest, handle: DispatchHandle) -> Combined:
         return Combined(*self.repeat_of_combine(request, handle)(request.data, request.weights, request.bias, handle))
 
@@ -185,18 +188,21 @@ class CudaEngine(Engine):
     ) -> RepeatedCombineDense:
         return repeat_combine_dense(self, request, handle, num_received)
 
+    @one_at_a_time
     def dispatch_permuted(self, request: DispatchRequest) -> Permuted:
         return dispatch_permuted(self, request)
 
     def repeat_of_permuted(self, request: DispatchRequest) -> RepeatedPermuted | None:
         return repeat_permuted(self, request)
 
+    @one_at_a_time
     def dispatch_permuted_cached(self, request: CachedDispatchRequest, handle: PermuteHandle) -> Rows:
         return dispatch_permuted_along(self, request, handle)
 
     def repeat_of_permuted_cached(self, request: CachedDispatchRequest, handle: PermuteHandle) -> RepeatedPermutedAlong:
         return repeat_permuted_along(self, request, handle)
 
+    @one_at_a_time
     def combine_permuted(self, request: CombineRequest, handle: PermuteHandle) -> Combined:
         return combine_permuted(self, request, handle)
 
@@ -208,6 +214,7 @@ class CudaEngine(Engine):
     def allocate_spare(self, num_bytes: int, device: torch.device) -> Tensor:
         return self._experts.allocate(num_bytes) if device == self.device else super().allocate_spare(num_bytes, device)
 
+    @one_at_a_time
     def copy_experts(self, copies: ExpertCopies) -> bool:
         if copies.mapping.numel() > _cuda.max_replicas:
             return False
@@ -238,6 +245,7 @@ class CudaEngine(Engine):
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         return self._torch.sum_over_ranks(tensor)
 
+    @one_at_a_time
     def low_latency_dispatch(self, request: LowLatencyDispatchRequest) -> LowLatencyDispatched:
         return self._low_latency.dispatch(request)
 
@@ -247,6 +255,7 @@ class CudaEngine(Engine):
     def repeat_of_low_latency_combine(self, request: LowLatencyCombineRequest) -> RepeatedLowLatencyCombine | None:
         return self._low_latency.repeat_of_combine(request)
 
+    @one_at_a_time
     def low_latency_combine(
         self, request: LowLatencyCombineRequest, handle: LowLatencyHandle
     ) -> Callable[[], None] | None:
@@ -275,6 +284,7 @@ class CudaEngine(Engine):
         self._low_latency.note_losses()
         return self._low_latency.masks()
 
+    @one_at_a_time
     def clean(self) -> None:
         torch.cuda.synchronize(self.device)
         if isinstance(self._late, TimeoutError):
@@ -290,6 +300,7 @@ class CudaEngine(Engine):
     def low_latency_memory(self) -> Tensor:
         return self._low_latency.rows_memory()
 
+    @one_at_a_time
     def barrier(self) -> None:
         torch.cuda.synchronize(self.device)
         # Raised before the barrier, for the barrier makes ranks forget the calls and succeeds.
@@ -301,6 +312,7 @@ class CudaEngine(Engine):
         torch.cuda.synchronize(self.device)
         self._torch.barrier()
 
+    @one_at_a_time
     def empty_cache(self) -> None:
         self._arena.shrink()
         self._routes.clear()

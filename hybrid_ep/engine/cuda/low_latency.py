@@ -246,7 +246,7 @@ class CudaLowLatency(LowLatencyMasks):
         if self._fault is None:
             self._fault = self._communicator.take_fault()
         if self.is_quiet:
-            if not (self._has_stale_masks or self._repeated.is_open):
+            if not (self._has_stale_masks or self.refusal or self._repeated.is_open):
                 self._repeated.open(self._regions[-1].native, self._dispatches, self._combines, self._counter)
             return None
         return functools.partial(self.raise_fault, holds_overflow=holds_overflow)

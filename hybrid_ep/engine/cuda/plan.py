@@ -15,7 +15,15 @@ from hybrid_ep import _cuda
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.quantize import RowFormat
 from hybrid_ep.engine.agreement import ABSENT, dtype_code, format_code, too_many_tokens
-from hybrid_ep.engine.calls import CachedDispatchRequest, CombineRequest, DispatchHandle, DispatchRequest, Rows
+from hybrid_ep.engine.calls import (
+    CachedDispatchRequest,
+    CombineRequest,
+    DispatchHandle,
+    DispatchRequest,
+    Rows,
+    state_of,
+)
+from hybrid_ep.engine.cuda.route import Route
 from hybrid_ep.engine.packed import PackedLayout
 from hybrid_ep.errors import ConfigError
 
@@ -79,6 +87,7 @@ class DispatchShape(NamedTuple):
         max_tokens: the most tokens of a rank, equal at all ranks; None = what the kernels take.
         replicas: shape of the mapping, if the rows are weights or gradients of experts; otherwise None.
         drops_rows: as in `DispatchRequest`.
+        num_records: as in `Route`.
         refusal: number of the refusal of this rank, which then sends nothing; None = the call is not refused.
     """
 
@@ -97,6 +106,7 @@ class DispatchShape(NamedTuple):
     max_tokens: int | None
     replicas: torch.Size | None = None
     drops_rows: bool = False
+    num_records: int = 0
     refusal: int | None = None
 
     # Names under which the kernels' plans take the fields.
@@ -149,11 +159,21 @@ def shape_of(request: DispatchRequest, grid: RankGrid) -> DispatchShape:
         routing.max_tokens,
         None if replicas is None else replicas.experts.shape,
         drops_rows,
+        _num_records(request, grid),
     )
 
 
+def _num_records(request: DispatchRequest, grid: RankGrid) -> int:
+    """`DispatchShape.num_records`: with a bound of copies, every token of every rank may arrive."""
+    if request.bound is None or not request.pad_multiple:
+        return 0
+    if request.again is not None:
+        return state_of(request.again, Route).num_records
+    return grid.num_ranks * min(request.routing.max_tokens or 0, _cuda.max_tokens)
+
+
 def shape_along(
-    request: CachedDispatchRequest, handle: DispatchHandle, pad_multiple: int, max_rows: int
+    request: CachedDispatchRequest, handle: DispatchHandle, pad_multiple: int, max_rows: int, num_records: int = 0
 ) -> DispatchShape:
     """The shape of a dispatch along the route of `handle`; `max_rows` is the most that any slot must hold."""
     rows = request.rows
@@ -171,6 +191,7 @@ def shape_along(
         None,
         request.num_sms,
         None,
+        num_records=num_records,
     )
 
 
@@ -185,6 +206,7 @@ class DispatchPlan(Generic[_Native]):
         num_tokens: tokens that this rank sends; 0 if it has more than is allowed.
         max_rows: the most rows that a slot must hold at any rank; 0 where the host waits for the counts.
         slot_bytes: size of a slot for `max_rows`.
+        num_records: as in `Route`.
     """
 
     native: _Native
@@ -192,6 +214,7 @@ class DispatchPlan(Generic[_Native]):
     num_tokens: int
     max_rows: int
     slot_bytes: int
+    num_records: int
 
 
 def refusal_of(kind: _cuda.FaultKind, rank: int, value: int, allowed: int) -> str:
@@ -235,7 +258,7 @@ def _plan(make: type[_Native], rank: int, num_ranks: int, shape: DispatchShape) 
         kind, value, allowed = native.refusal
         text = refusal_of(kind, rank, value, allowed)
     max_rows = (shape.bound if shape.common_bound is None else shape.common_bound) or 0
-    return DispatchPlan(native, text, native.num_tokens, max_rows, native.slot_bytes_for(max_rows))
+    return DispatchPlan(native, text, native.num_tokens, max_rows, native.slot_bytes_for(max_rows), shape.num_records)
 
 
 class CombineShape(NamedTuple):

@@ -40,6 +40,7 @@ class Route(NamedTuple):
         max_sent: most rows that any rank sends; what the slots of a combine must hold.
         num_sent_away: rows that this rank sends to others; 0 where the host did not learn it.
         num_from_away: rows that others send to this rank; likewise.
+        num_records: of received rows, which slots hold beside the rows of copies; 0 = as many as rows.
         number: of the dispatch that made it, equal at all ranks.
         stream: that the dispatch ran on, and that the chunk belongs to.
     """
@@ -52,6 +53,7 @@ class Route(NamedTuple):
     max_sent: int
     num_sent_away: int
     num_from_away: int
+    num_records: int
     number: int
     stream: int
 

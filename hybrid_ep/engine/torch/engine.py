@@ -112,12 +112,18 @@ class TorchEngine(Engine):
         self._require_bounds(len(result.rows.data), request.bound, result.rows.data.device)
         return _padded(result, request.bound)
 
-    def _require_bounds(self, num_rows: int, bound: int, device: torch.device) -> None:
-        """Raises at every rank if more rows than its bound have arrived at any: the others would wait for that rank."""
+    def _find_overflow(self, num_rows: int, bound: int, device: torch.device) -> str | None:
+        """What is wrong where more rows than its bound have arrived at any rank; the same at every rank."""
         both, ranks = torch.tensor([num_rows, bound], device=device), list(range(self.grid.num_ranks))
         for rank, (arrived, most) in enumerate(self._exchange.all_gather("rows and bounds", both, ranks).tolist()):
             if arrived > most:
-                raise OverflowError(f"{arrived} rows arrived at rank {rank}; allowed by the bound: {most}")
+                return f"{arrived} rows arrived at rank {rank}; allowed by the bound: {most}"
+        return None
+
+    def _require_bounds(self, num_rows: int, bound: int, device: torch.device) -> None:
+        """Raises at every rank if more rows than its bound have arrived at any: the others would wait for that rank."""
+        if overflow := self._find_overflow(num_rows, bound, device):
+            raise OverflowError(overflow)
 
     def _require_same_replicas(self, replicas: Tensor) -> None:
         """Raises at every rank where ranks differ: experts would land in slots that are of others."""
@@ -237,15 +243,16 @@ class TorchEngine(Engine):
         permutation = permutation_by_expert(received.topk_idx, num_local, pad_multiple)
         needed = int(permutation.num_tokens_per_expert.sum())
         size = needed if request.bound is None else request.bound
-        if request.bound is not None and not request.drops_rows:
-            self._require_bounds(needed, size, rows.data.device)
+        overflow = None if request.bound is None else self._find_overflow(needed, size, rows.data.device)
+        if overflow is not None and not request.drops_rows:
+            raise OverflowError(overflow)
         handle = PermuteHandle(
             dispatch=received.handle,
             num_tokens_per_expert=permutation.num_tokens_per_expert,
             num_permuted=size,
             pad_multiple=pad_multiple,
             state=permutation,
-            overflow=torch.full((1,), int(needed > size), dtype=torch.int32, device=rows.data.device),
+            overflow=torch.full((1,), int(overflow is not None), dtype=torch.int32, device=rows.data.device),
         )
         probs = None
         if received.topk_weights is not None:
