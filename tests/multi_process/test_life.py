@@ -183,8 +183,8 @@ def test_a_handle_of_an_elastic_buffer_is_copied_and_not_pickled() -> None:
             pickle.dumps(handle)
 
 
-def test_handles_are_copied_and_pickled() -> None:
-    """A copy of a handle combines what the handle does."""
+def test_handles_are_copied_and_not_pickled() -> None:
+    """A copy of a handle combines what the handle does. A pickled one would name memory that may be gone."""
     x, topk_idx = torch.ones(4, 128).bfloat16(), torch.tensor([[0, 1]] * 4)
     weights = torch.ones(4, 2)
     with Buffer(None, low_latency_mode=True) as buffer, HybridEPBuffer(None, 128, 4, 2) as hybrid:
@@ -195,7 +195,16 @@ def test_handles_are_copied_and_pickled() -> None:
         rows, *_, permute_handle = hybrid.dispatch_with_permute(
             hidden=x, topk_idx=topk_idx, topk_weights=weights, num_of_experts=2
         )
-        for again in (copy.copy, copy.deepcopy, lambda handle: pickle.loads(pickle.dumps(handle))):
+        handle_of_rows = hybrid.dispatch(hidden=x, topk_idx=topk_idx, topk_weights=weights, num_of_experts=2)[3]
+        handles = (normal_handle, latency_handle, permute_handle, handle_of_rows, permute_handle.permute)
+        names = ("DispatchHandle", "LowLatencyHandle", "PermutedHandle", "HybridHandle", "PermuteHandle")
+        for handle, name in zip(handles, names, strict=True):
+            for protocol in (0, pickle.HIGHEST_PROTOCOL):
+                refusal = f"^{name} cannot be pickled; allowed: the process that dispatched$"
+                with pytest.raises(ConfigError, match=refusal):
+                    pickle.dumps(handle, protocol)
+        for again in (copy.copy, copy.deepcopy):
+            assert torch.equal(hybrid.combine(hidden=x, handle=again(handle_of_rows))[0], x)
             assert torch.equal(buffer.combine(received, again(normal_handle))[0], x)
             assert torch.equal(buffer.low_latency_combine(blocks, topk_idx, weights, again(latency_handle))[0], 2 * x)
             assert torch.equal(hybrid.combine_with_unpermute(hidden=rows, handle=again(permute_handle))[0], 2 * x)
