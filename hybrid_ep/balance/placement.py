@@ -26,6 +26,7 @@ from torch import Tensor
 from hybrid_ep.balance.rebalance import inverse_map, rebalance_experts, require_loads
 from hybrid_ep.core import kernels
 from hybrid_ep.core.checks import (
+    packed,
     require,
     require_device,
     require_expert_indices,
@@ -390,7 +391,7 @@ class DevicePlacement:
         )
         require_expert_indices(topk_idx, num_experts)
         if kernels.run_on(topk_idx):
-            return self._map_by_kernel(layer, topk_idx.contiguous())
+            return self._map_by_kernel(layer, packed(topk_idx))
         expert = topk_idx.clamp_min(0)
         token = torch.arange(topk_idx.shape[0], device=topk_idx.device).unsqueeze(1)
         turn = (token * _TOKEN_STEP + self.rank_turn) % _WORD
@@ -399,12 +400,13 @@ class DevicePlacement:
         return torch.where(topk_idx >= 0, slot, -1)
 
     def _map_by_kernel(self, layer: int, topk_idx: Tensor) -> Tensor:
+        replicas, num_choices = packed(self.replicas[layer]), packed(self.num_choices[layer])
         slots = torch.empty_like(topk_idx)
-        _, num_experts, max_replicas = self.replicas.shape
+        num_experts, max_replicas = replicas.shape
         kernels.native.map_topk(
             topk_idx=topk_idx.data_ptr(),
-            replicas=self.replicas[layer].data_ptr(),
-            num_choices=self.num_choices[layer].data_ptr(),
+            replicas=replicas.data_ptr(),
+            num_choices=num_choices.data_ptr(),
             slots=slots.data_ptr(),
             num_copies=topk_idx.numel(),
             num_topk=topk_idx.shape[1],

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybrid_ep import _C
 from hybrid_ep.core import kernels
-from hybrid_ep.core.checks import MAX_TOPK, require, require_expert_indices, require_int, require_tensor
+from hybrid_ep.core.checks import MAX_TOPK, packed, require, require_expert_indices, require_int, require_tensor
 from hybrid_ep.core.streams import current_raw_stream
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ def weights_to_probs(topk_idx: Tensor, topk_weights: Tensor, num_experts: int) -
     """``[T, K]`` indices and float32 weights → ``[T, E]`` probabilities: of an expert in several columns, the sum."""
     by_kernel = _by_kernel(topk_idx, num_experts)
     if by_kernel is not None:
-        return by_kernel.sum_weights(topk_idx.contiguous(), topk_weights.contiguous())
+        return by_kernel.sum_weights(packed(topk_idx), packed(topk_weights))
     same = topk_idx.unsqueeze(2) == topk_idx.unsqueeze(1)
     # In float64, so that the order of the terms, which devices choose, does not show.
     totals = torch.where(same, topk_weights.unsqueeze(1), 0.0).sum(2, dtype=torch.float64).float()
@@ -218,7 +218,7 @@ def experts_of_columns(topk_idx: Tensor, values: Tensor, num_experts: int) -> Te
     """
     by_kernel = _by_kernel(topk_idx, num_experts)
     if by_kernel is not None:
-        return by_kernel.place_weights(topk_idx.contiguous(), values.contiguous())
+        return by_kernel.place_weights(packed(topk_idx), packed(values))
     columns = torch.where(topk_idx < 0, num_experts, topk_idx)
     experts = values.new_zeros(topk_idx.shape[0], num_experts + 1).scatter_(1, columns, values)
     return experts[:, :num_experts].contiguous()
@@ -228,7 +228,7 @@ def columns_of_experts(topk_idx: Tensor, probs: Tensor) -> Tensor:
     """``[T, K]`` indices and ``[T, E]`` float32 → ``[T, K]``, 0 where no expert is named."""
     by_kernel = _by_kernel(topk_idx, probs.shape[1])
     if by_kernel is not None:
-        return by_kernel.to_weights(topk_idx.contiguous(), probs.contiguous())
+        return by_kernel.to_weights(packed(topk_idx), packed(probs))
     return torch.where(topk_idx >= 0, probs.gather(1, topk_idx.clamp_min(0)), 0.0)
 
 

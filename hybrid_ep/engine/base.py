@@ -30,6 +30,7 @@ from typing import ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
+from hybrid_ep.core.checks import packed
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.engine.calls import (
     CachedDispatchRequest,
@@ -340,7 +341,7 @@ class Engine(abc.ABC):
 
         Valid in stream order after the dispatch.
         """
-        return handle.rank_prefix_matrix[:, self.grid.rank].contiguous()
+        return packed(handle.rank_prefix_matrix[:, self.grid.rank])
 
     @property
     @abc.abstractmethod

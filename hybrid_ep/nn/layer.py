@@ -143,9 +143,9 @@ class MoELayer(nn.Module):
         """
         allowed = (torch.float32, torch.bfloat16, torch.float16)
         if x.dim() < 2 or x.dtype not in allowed:
-            require_tensor("x (whose rows cross in bf16)", x, dtypes=allowed, shape=(None, self.hidden))
+            require_tensor("x (whose rows cross in bf16)", x, dtypes=allowed, shape=(None, self.hidden), traced=True)
         tokens = x.reshape(-1, x.shape[-1])
-        require_tensor("x", tokens, dtypes=allowed, shape=(None, self.hidden))
+        require_tensor("x", tokens, dtypes=allowed, shape=(None, self.hidden), traced=True)
         topk_idx, topk_weights = self.route(tokens)
         rows = tokens.to(torch.bfloat16).contiguous()
         if self._balance_is_off:

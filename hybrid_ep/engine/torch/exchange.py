@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep.core.board import Board, Rendezvous, StoreLostError, rendezvous
+from hybrid_ep.core.checks import packed
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.engine.agreement import CALLS, FIELDS, encode, first_refusal, require_agreement
 from hybrid_ep.engine.base import Traffic
@@ -184,7 +185,7 @@ class Exchange:
 
     def all_gather(self, step: str, tensor: Tensor, ranks: list[int], wait_stats: Tensor | None = None) -> Tensor:
         """Returns ``[len(ranks), *shape]``: the same small tensor from every rank of `ranks`."""
-        mine = tensor.contiguous()
+        mine = packed(tensor)
         gathered = mine.new_empty(len(ranks), *mine.shape)
         incoming = {r: _bytes(gathered[i]) for i, r in enumerate(ranks)}
         self.swap(step, dict.fromkeys(ranks, _bytes(mine)), incoming, wait_stats)
