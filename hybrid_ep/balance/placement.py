@@ -177,7 +177,7 @@ class ExpertPlacement:
     @functools.cached_property
     def phy2log(self) -> Tensor:
         """``[layers, P]`` int64 on the CPU: the logical expert of each slot."""
-        return torch.tensor(self.experts)
+        return torch.tensor(self.experts, device="cpu")
 
     def rank_loads(self, weight: Tensor) -> Tensor:
         """Load of each rank, ``[layers, R]`` float64, if each domain sends the same share of each expert's load.
@@ -190,7 +190,7 @@ class ExpertPlacement:
         """
         loads = self.require_weight(weight)
         num_domains = self.num_ranks // self.num_ranks_per_domain
-        total = torch.zeros(self.num_layers, self.num_replicas, dtype=torch.float64)
+        total = torch.zeros(self.num_layers, self.num_replicas, dtype=torch.float64, device="cpu")
         for domain in range(num_domains):
             replicas, count = self._choices(domain)
             share = (loads / num_domains / count.clamp_min(1)).unsqueeze(2).expand(replicas.shape)
@@ -320,13 +320,13 @@ class ExpertPlacement:
         """The replicas that a token of `domain` may go to: ``[layers, E, X]`` slots, padded with −1, and how many."""
         everywhere, _ = inverse_map(self.phy2log, self.num_experts)
         rank = everywhere.div(self.num_slots, rounding_mode="floor")
-        is_there = (everywhere >= 0) & ~torch.isin(rank, torch.tensor(self.lost_ranks, dtype=rank.dtype))
+        is_there = (everywhere >= 0) & ~torch.isin(rank, torch.tensor(self.lost_ranks, dtype=rank.dtype, device="cpu"))
         near = is_there & (rank.div(self.num_ranks_per_domain, rounding_mode="floor") == domain)
         num_near = near.sum(2)
         order = torch.where(near, 0, torch.where(is_there, 1, 2)).argsort(dim=2, stable=True)
         count = torch.where(num_near > 0, num_near, is_there.sum(2))
         sorted_near = everywhere.gather(2, order)
-        beyond = torch.arange(everywhere.shape[2]) >= count.unsqueeze(2)
+        beyond = torch.arange(everywhere.shape[2], device="cpu") >= count.unsqueeze(2)
         return torch.where(beyond, -1, sorted_near), count
 
 

@@ -72,9 +72,9 @@ def compute_layout(topk_idx: Tensor, num_experts: int, num_ranks: int, num_ranks
     device = topk_idx.device
     if device.type == "cpu":
         # This C++ and the device code share the map of experts.
-        per_rank = torch.empty(num_ranks, dtype=torch.int32)
-        per_expert = torch.empty(num_experts, dtype=torch.int32)
-        in_rank = torch.empty(num_tokens, num_ranks, dtype=torch.bool)
+        per_rank = torch.empty(num_ranks, dtype=torch.int32, device="cpu")
+        per_expert = torch.empty(num_experts, dtype=torch.int32, device="cpu")
+        in_rank = torch.empty(num_tokens, num_ranks, dtype=torch.bool, device="cpu")
         bad = _C.compute_layout(
             topk_idx=topk_idx.data_ptr(),
             num_tokens=num_tokens,
@@ -281,7 +281,11 @@ def map_to_indices(routing_map: Tensor, probs: Tensor | None, num_parts: int = 1
 
 def widest_token(routing_map: Tensor) -> Tensor:
     """Returns, as a scalar tensor, the most experts (columns) that any token of a ``[T, E]`` bool map has."""
-    return routing_map.sum(1).max() if routing_map.shape[0] else torch.zeros((), dtype=torch.int64)
+    return (
+        routing_map.sum(1).max()
+        if routing_map.shape[0]
+        else torch.zeros((), dtype=torch.int64, device=routing_map.device)
+    )
 
 
 class Permutation(NamedTuple):

@@ -306,7 +306,11 @@ class Attempt:
         what failed anywhere.
         """
         can_load = [self._round.can_load[self._round.ids.index(one)] for one in ids]
-        weight = None if self._terms["weight"] is None else torch.tensor(self._terms["weight"], dtype=torch.float64)
+        weight = (
+            None
+            if self._terms["weight"] is None
+            else torch.tensor(self._terms["weight"], dtype=torch.float64, device="cpu")
+        )
         failed: dict[tuple[int, int], str] = {}
         num_rounds = 0
         while True:

@@ -204,6 +204,7 @@ class MoELayer(nn.Module):
 
 
 def _normal(seed: int, shape: tuple[int, int], fan_in: int) -> Tensor:
+    """The same weights on every device; on torch's default device, as of any module."""
     generator = torch.Generator().manual_seed(seed % (1 << 63))
-    weights: Tensor = torch.randn(shape, generator=generator) / fan_in**0.5
-    return weights
+    weights: Tensor = torch.randn(shape, generator=generator, device="cpu") / fan_in**0.5
+    return weights.to(torch.get_default_device())

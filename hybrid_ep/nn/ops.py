@@ -122,7 +122,7 @@ def _dispatch(
     assert recv_weights is not None
     assert counts is not None
     assert handle is not None
-    return recv_x, recv_idx, recv_weights, torch.tensor(counts, dtype=torch.int64), hold(handle)
+    return recv_x, recv_idx, recv_weights, torch.tensor(counts, dtype=torch.int64, device="cpu"), hold(handle)
 
 
 def _dispatch_grouped(

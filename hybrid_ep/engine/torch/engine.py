@@ -344,7 +344,9 @@ class TorchEngine(Engine):
         (self._exchange.masked.update if masked else self._exchange.masked.difference_update)(ranks)
 
     def masked(self) -> Tensor:
-        return torch.tensor([int(r in self._exchange.masked) for r in range(self.grid.num_ranks)], dtype=torch.int32)
+        return torch.tensor(
+            [int(r in self._exchange.masked) for r in range(self.grid.num_ranks)], dtype=torch.int32, device="cpu"
+        )
 
     @one_at_a_time
     def clean(self) -> None:

@@ -217,7 +217,7 @@ class Exchange:
             self._meet_again(ranks)
             return
         mine = encode({"buffer": self.number, "call": CALLS.index("barrier")})
-        numbers = torch.full((self.grid.num_ranks,), self._call_number)
+        numbers = torch.full((self.grid.num_ranks,), self._call_number, device="cpu")
         lag_s = self._lag_s if after_loss else 0.0
         headers, numbers = self._swap_headers(mine, numbers, ranks, torch.device("cuda"), None, lag_s)
         require_agreement(mine, self.grid.rank, dict(zip(ranks, headers, strict=True)))

@@ -111,7 +111,9 @@ class Link:
             if self._gloo is None or peer == self._rank:
                 continue
             with contextlib.suppress(RuntimeError):  # also where this one is closed already
-                self._gloo.recv([torch.empty(1, dtype=torch.uint8)], index, _UNUSED_TAG).wait(timedelta(seconds=1e-3))
+                self._gloo.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], index, _UNUSED_TAG).wait(
+                    timedelta(seconds=1e-3)
+                )
 
     def _transfer_on_gpu(
         self, sends: dict[int, Tensor], receives: dict[int, Tensor]
