@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from hybrid_ep.balance.placement import ExpertPlacement
 from hybrid_ep.buffers.normal import Buffer
-from hybrid_ep.core.checks import MAX_INT, MAX_TOPK, require, require_int, require_tensor
+from hybrid_ep.core.checks import MAX_INT, MAX_TOPK, require, require_int, require_plain, require_tensor
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.nn.experts import Experts
 from hybrid_ep.nn.modules import MoECombine, MoEDispatch, MoEGroupedDispatch, require_buffer
@@ -142,6 +142,7 @@ class MoELayer(nn.Module):
             TimeoutError, TransportError: a rank was lost.
         """
         allowed = (torch.float32, torch.bfloat16, torch.float16)
+        require_plain("x", x, traced=True)
         if x.dim() < 2 or x.dtype not in allowed:
             require_tensor("x (whose rows cross in bf16)", x, dtypes=allowed, shape=(None, self.hidden), traced=True)
         tokens = x.reshape(-1, x.shape[-1])

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import NoReturn
 
@@ -26,7 +26,7 @@ from hybrid_ep.core.checks import packed
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.engine.agreement import CALLS, FIELDS, encode, first_refusal, require_agreement
 from hybrid_ep.engine.base import Traffic
-from hybrid_ep.engine.blame import Blame
+from hybrid_ep.engine.blame import Blame, blamed
 from hybrid_ep.engine.refusals import Refusals
 from hybrid_ep.engine.torch.link import Link, uses_gloo
 from hybrid_ep.errors import ConfigError, TimeoutError, TransportError
@@ -370,24 +370,25 @@ class Exchange:
 
     def _raise(self, step: str, first: _Failure, timeout_s: float) -> NoReturn:
         """Raises the error, which names the rank that caused the failure."""
-        peer = self._blame.find(first.peer)
-        self._blame.write_lost(peer)
+        culprit = self._blame.find(first.peer)
         where, detail = f"{self._label}: {step}", str(first.error).splitlines()[0]
-        if peer != first.peer:
-            detail = f"rank {first.peer} gave up on it first"
-        error = TransportError(where, self.grid.rank, peer, detail)
+        error = TransportError(where, self.grid.rank, first.peer, detail)
         if "imed out" in str(first.error):
-            other = self._blame.other_buffer(peer)
+            error = TimeoutError(where, self.grid.rank, first.peer, detail, timeout_s=timeout_s)
+        error = blamed(error, culprit)
+        if culprit is not None:
+            self._blame.write_lost(culprit)
+            other = self._blame.other_buffer(culprit) if isinstance(error, TimeoutError) else None
             if other is not None:
                 detail = (
                     f"it has waited in a call of another buffer, whose number on the group is {other} there and "
                     f"{self.number} here; allowed: the same order on every rank, or a thread for each buffer"
                 )
-            error = TimeoutError(where, self.grid.rank, peer, detail, timeout_s=timeout_s)
+                error = replace(error, detail=detail)
         if self._link is not None:
             self.close()
             self._may_go_on = self._reconnects
-            again = f"lost in an earlier call ({where}): {detail}"
+            again = f"lost in an earlier call ({where}): {error.detail}"
             if not self._reconnects:
                 again += "; allowed then: a new process group, and a buffer of it"
             self._lost = type(error)(**{**vars(error), "detail": again})
