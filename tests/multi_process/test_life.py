@@ -109,9 +109,24 @@ print(len(rows), flush=True)
 """
 
 
-def test_a_program_ends_that_has_never_closed_its_buffer() -> None:
+_IN_A_CALL = """
+import threading
+
+def call():
+    while True:
+        buffer.dispatch_with_permute(hidden=x, topk_idx=topk_idx, num_of_experts=2)
+        has_called.set()
+
+has_called = threading.Event()
+threading.Thread(target=call, daemon=True).start()
+has_called.wait()
+"""
+
+
+@pytest.mark.parametrize("program", [_NEVER_CLOSED, _NEVER_CLOSED + _IN_A_CALL], ids=["idle", "another thread calls"])
+def test_a_program_ends_that_has_never_closed_its_buffer(program: str) -> None:
     store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
-    command = [sys.executable, "-c", _NEVER_CLOSED, str(store.port)]
+    command = [sys.executable, "-c", program, str(store.port)]
     ranks = [
         subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for rank in range(2)
