@@ -200,7 +200,8 @@ class BaseBuffer:
     def close(self) -> None:
         """Gives back what the buffer holds. Local; waits for this rank's GPU; further calls do nothing.
 
-        Results that are alive keep their memory.
+        Results that are alive keep their memory. On the torch engine over gloo, connections and threads are gone when
+        it returns. So it waits until the other ranks close the buffer, too, but for at most three seconds.
 
         Raises:
             ConfigError, OverflowError, TimeoutError, TransportError: as `raise_pending`, when everything has been given

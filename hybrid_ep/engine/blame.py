@@ -82,8 +82,16 @@ class Blame:
         self._num_waits = 0
         self._num_beats = 0
         self._lost: int | None = None
+        self._is_closed = False
         self._is_watched = threading.Event()
         self._thread: threading.Thread | None = None
+
+    def close(self) -> None:
+        """Ends the thread that writes notes."""
+        self._is_closed = True
+        self._is_watched.set()
+        if self._thread is not None:
+            self._thread.join(self.grace_s)
 
     def begin_wait(self, peer: int) -> None:
         """Says that this rank waits for `peer` from now on."""
@@ -220,7 +228,7 @@ def _watch(blame: weakref.ref[Blame], is_watched: threading.Event, beat_s: float
     while True:
         is_watched.wait()
         alive = blame()
-        if alive is None:
+        if alive is None or alive._is_closed:
             return
         num_waits = alive._beat(num_waits)
         if num_waits is None:

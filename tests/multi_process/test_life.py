@@ -85,6 +85,23 @@ def _fork() -> tuple[int, str, bool]:
     return os.waitstatus_to_exitcode(status), told, bool(handle.num_recv)
 
 
+def _make_and_close(num_buffers: int) -> list[tuple[int, int]]:
+    """The threads and the open files of this rank after each `close`."""
+    case, held = Case("life", 2, 4), []
+    for _ in range(num_buffers):
+        with Buffer(engine="torch") as buffer:
+            normal.dispatch(buffer, case, case.inputs(dist.get_rank()))
+        held.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
+    return held
+
+
+def test_a_closed_buffer_holds_no_threads_and_no_sockets(two: VirtualCluster) -> None:
+    for held in two.run(_make_and_close, 6):
+        threads, files = zip(*held, strict=True)
+        assert max(threads) - min(threads) <= 1, held  # that of an access to the store may still end
+        assert len(set(files)) == 1, held
+
+
 def test_a_forked_child_is_told_so(two: VirtualCluster) -> None:
     for rank, (code, told, goes_on) in enumerate(two.run(_fork)):
         assert code == 7

@@ -266,8 +266,11 @@ class Exchange:
             self.barrier()
 
     def close(self) -> None:
-        """Closes the connections. Local."""
+        """Closes the connections, and returns when they and their threads are gone. Local."""
+        if self._link is not None:
+            self._link.close()
         self._link = None
+        self._blame.close()
 
     def _swap_headers(
         self,
@@ -386,7 +389,7 @@ class Exchange:
                 )
                 error = replace(error, detail=detail)
         if self._link is not None:
-            self.close()
+            self._link = None
             self._may_go_on = self._reconnects
             again = f"lost in an earlier call ({where}): {error.detail}"
             if not self._reconnects:
@@ -435,7 +438,7 @@ class Exchange:
     def _meet_again(self, ranks: list[int]) -> None:
         """Meets `ranks` under the first generation that has not been decided, and connects them."""
         assert self._board is not None
-        self.close()
+        self._link = None
         self._may_go_on = False
         generation = self._generation + 1
         try:
