@@ -99,12 +99,13 @@ LayoutByKernel = Callable[[Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]  # th
 
 @functools.lru_cache(256)  # making one takes longer than a layout
 def _shared_layout(
-    shape: torch.Size, device: torch.device, index: int, num_experts: int, num_ranks: int, num_ranks_per_domain: int
+    num_topk: int, device: torch.device, index: int, num_experts: int, num_ranks: int, num_ranks_per_domain: int
 ) -> LayoutByKernel:
-    """Makes layouts of top-k indices of one shape, on a GPU with kernels, whose number is `index`."""
-    num_tokens, num_topk = shape
+    """Makes layouts of any number of tokens, on a GPU with kernels, whose number is `index`.
+
+    It keeps memory of that GPU, for totals of the next layouts.
+    """
     return kernels.native.LayoutCounts(
-        num_tokens=num_tokens,
         num_topk=num_topk,
         num_experts=num_experts,
         num_ranks=num_ranks,
@@ -116,9 +117,9 @@ def _shared_layout(
 
 
 def layout_by_kernel(topk_idx: Tensor, num_experts: int, num_ranks: int, num_ranks_per_domain: int) -> LayoutByKernel:
-    """The layouts of top-k indices like these; arguments as of `compute_layout`."""
+    """The layouts of top-k indices with as many columns; arguments as of `compute_layout`."""
     index = kernels.place_of(topk_idx)["device"]
-    return _shared_layout(topk_idx.shape, topk_idx.device, index, num_experts, num_ranks, num_ranks_per_domain)
+    return _shared_layout(topk_idx.shape[1], topk_idx.device, index, num_experts, num_ranks, num_ranks_per_domain)
 
 
 def compute_layout_on_device(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
