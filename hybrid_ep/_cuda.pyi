@@ -434,7 +434,6 @@ class LayoutCounts:
     def __init__(
         self,
         *,
-        num_tokens: int,
         num_topk: int,
         num_experts: int,
         num_ranks: int,

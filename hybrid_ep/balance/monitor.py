@@ -207,7 +207,7 @@ def _as_counts(counts: object) -> Tensor:
     require_instance("counts", counts, Sequence, "a tensor, or a sequence of ints")
     assert isinstance(counts, Sequence)
     require(all(isinstance(count, int) for count in counts), "counts", counts, "a tensor, or a sequence of ints")
-    return torch.tensor(counts, dtype=torch.int64)
+    return torch.tensor(counts, dtype=torch.int64, device="cpu")
 
 
 def save_trace(path: str | Path, windows: Sequence[Tensor]) -> None:
@@ -237,7 +237,7 @@ def load_trace(path: str | Path) -> Tensor:
     found = document.get("format") if isinstance(document, dict) else type(document).__name__
     require(found == _TRACE_FORMAT, f"format of {path}", repr(found), repr(_TRACE_FORMAT))
     try:
-        loads = torch.tensor(document.get("loads"), dtype=torch.float64)
+        loads = torch.tensor(document.get("loads"), dtype=torch.float64, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"loads of {path} are not numbers [windows, layers, experts]: {error}") from error
     require(

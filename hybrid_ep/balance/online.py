@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from hybrid_ep.core import kernels
-from hybrid_ep.core.checks import require, require_expert_indices, require_int, require_tensor
+from hybrid_ep.core.checks import packed, require, require_expert_indices, require_int, require_tensor
 
 __all__ = ["OnlinePlan", "map_online", "plan_online", "require_tolerance"]
 
@@ -69,17 +69,17 @@ def plan_online(counts: Tensor, *, num_ranks_per_domain: int, num_spare: int, to
     Raises:
         ConfigError: an argument does not fit.
     """
-    require_tensor("counts", counts, dtypes=(torch.int64,), shape=(None, None), contiguous=False)
+    by_kernel = _require_counts(counts)
     num_ranks, num_experts = counts.shape
     require_int("num_ranks_per_domain", num_ranks_per_domain, minimum=1)
     require_int("ranks of counts", num_ranks, minimum=1, multiple_of=num_ranks_per_domain)
     require_int("experts of counts", num_experts, minimum=1, multiple_of=num_ranks)
     require_int("num_spare", num_spare, minimum=0)
     require_tolerance(tolerance)
-    if kernels.run_on(counts):
+    if by_kernel:
         sizes = {"num_ranks": num_ranks, "num_experts": num_experts, "num_spare": num_spare}
         if kernels.native.plan_fits(**sizes, ranks_per_domain=num_ranks_per_domain):
-            return _plan_by_kernel(counts.contiguous(), num_ranks_per_domain, num_spare, tolerance)
+            return _plan_by_kernel(packed(counts), num_ranks_per_domain, num_spare, tolerance)
     num_local, num_domains = num_experts // num_ranks, num_ranks // num_ranks_per_domain
     home = counts.sum(0).view(num_domains, 1, num_ranks_per_domain, num_local)
     wanted = _wanted_maxima(home.sum(3).squeeze(1), tolerance)
@@ -151,17 +151,16 @@ def map_online(plan: OnlinePlan, counts: Tensor, topk_idx: Tensor, rank: int) ->
     Raises:
         ConfigError: an argument does not fit; on a CPU also an index outside −1 … E−1.
     """
-    require_tensor("counts", counts, dtypes=(torch.int64,), shape=(None, None), contiguous=False)
+    by_kernel = _require_counts(counts) and counts.shape[1] <= kernels.native.map_online_max_experts
     num_ranks, num_experts = counts.shape
     require_int("rank", rank, minimum=0, maximum=num_ranks - 1)
     for name, tensor, shape in (("spare", plan.spare, (num_ranks, None)), ("quota", plan.quota, (num_experts, None))):
-        require_tensor(f"{name} of the plan", tensor, dtypes=(torch.int64,), shape=shape, device=counts.device)
-    require_tensor(
-        "topk_idx", topk_idx, dtypes=(torch.int64,), shape=(None, None), device=counts.device, contiguous=False
-    )
+        _require_ints(f"{name} of the plan", tensor, shape, counts.device, by_kernel)
+    _require_ints("topk_idx", topk_idx, (None, None), counts.device, by_kernel)
     require_expert_indices(topk_idx, num_experts)
-    if kernels.run_on(counts) and num_experts <= kernels.native.map_online_max_experts:
-        return _map_by_kernel(plan, counts.contiguous(), topk_idx.contiguous(), rank)
+    if by_kernel:
+        plan = plan._replace(spare=packed(plan.spare), quota=packed(plan.quota))
+        return _map_by_kernel(plan, packed(counts), packed(topk_idx), rank)
     num_local, num_spare = num_experts // num_ranks, plan.spare.shape[1]
     per_domain = plan.quota.shape[1]
     upto = _share_of(plan, counts, rank).cumsum(1)
@@ -177,6 +176,20 @@ def map_online(plan: OnlinePlan, counts: Tensor, topk_idx: Tensor, rank: int) ->
     slot = _slots(plan, num_local)[known, host]
     host = host + known // (num_local * per_domain) * per_domain
     return torch.where(expert >= 0, host * (num_local + num_spare) + slot, expert).view(topk_idx.shape)
+
+
+def _require_counts(counts: Tensor) -> bool:
+    """Checks the matrix of counts, and returns whether kernels read it."""
+    by_kernel = isinstance(counts, Tensor) and kernels.run_on(counts)
+    _require_ints("counts", counts, (None, None), None, by_kernel)
+    return by_kernel
+
+
+def _require_ints(
+    name: str, tensor: Tensor, shape: tuple[int | None, ...], device: torch.device | None, by_kernel: bool
+) -> None:
+    """Checks int64 of any strides; operators of torch take a tracer's, too, and kernels do not."""
+    require_tensor(name, tensor, dtypes=(torch.int64,), shape=shape, device=device, traced=not by_kernel)
 
 
 def _map_by_kernel(plan: OnlinePlan, counts: Tensor, topk_idx: Tensor, rank: int) -> Tensor:

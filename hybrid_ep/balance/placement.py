@@ -26,6 +26,7 @@ from torch import Tensor
 from hybrid_ep.balance.rebalance import inverse_map, rebalance_experts, require_loads
 from hybrid_ep.core import kernels
 from hybrid_ep.core.checks import (
+    packed,
     require,
     require_device,
     require_expert_indices,
@@ -176,7 +177,7 @@ class ExpertPlacement:
     @functools.cached_property
     def phy2log(self) -> Tensor:
         """``[layers, P]`` int64 on the CPU: the logical expert of each slot."""
-        return torch.tensor(self.experts)
+        return torch.tensor(self.experts, device="cpu")
 
     def rank_loads(self, weight: Tensor) -> Tensor:
         """Load of each rank, ``[layers, R]`` float64, if each domain sends the same share of each expert's load.
@@ -189,7 +190,7 @@ class ExpertPlacement:
         """
         loads = self.require_weight(weight)
         num_domains = self.num_ranks // self.num_ranks_per_domain
-        total = torch.zeros(self.num_layers, self.num_replicas, dtype=torch.float64)
+        total = torch.zeros(self.num_layers, self.num_replicas, dtype=torch.float64, device="cpu")
         for domain in range(num_domains):
             replicas, count = self._choices(domain)
             share = (loads / num_domains / count.clamp_min(1)).unsqueeze(2).expand(replicas.shape)
@@ -319,13 +320,13 @@ class ExpertPlacement:
         """The replicas that a token of `domain` may go to: ``[layers, E, X]`` slots, padded with −1, and how many."""
         everywhere, _ = inverse_map(self.phy2log, self.num_experts)
         rank = everywhere.div(self.num_slots, rounding_mode="floor")
-        is_there = (everywhere >= 0) & ~torch.isin(rank, torch.tensor(self.lost_ranks, dtype=rank.dtype))
+        is_there = (everywhere >= 0) & ~torch.isin(rank, torch.tensor(self.lost_ranks, dtype=rank.dtype, device="cpu"))
         near = is_there & (rank.div(self.num_ranks_per_domain, rounding_mode="floor") == domain)
         num_near = near.sum(2)
         order = torch.where(near, 0, torch.where(is_there, 1, 2)).argsort(dim=2, stable=True)
         count = torch.where(num_near > 0, num_near, is_there.sum(2))
         sorted_near = everywhere.gather(2, order)
-        beyond = torch.arange(everywhere.shape[2]) >= count.unsqueeze(2)
+        beyond = torch.arange(everywhere.shape[2], device="cpu") >= count.unsqueeze(2)
         return torch.where(beyond, -1, sorted_near), count
 
 
@@ -390,7 +391,7 @@ class DevicePlacement:
         )
         require_expert_indices(topk_idx, num_experts)
         if kernels.run_on(topk_idx):
-            return self._map_by_kernel(layer, topk_idx.contiguous())
+            return self._map_by_kernel(layer, packed(topk_idx))
         expert = topk_idx.clamp_min(0)
         token = torch.arange(topk_idx.shape[0], device=topk_idx.device).unsqueeze(1)
         turn = (token * _TOKEN_STEP + self.rank_turn) % _WORD
@@ -399,12 +400,13 @@ class DevicePlacement:
         return torch.where(topk_idx >= 0, slot, -1)
 
     def _map_by_kernel(self, layer: int, topk_idx: Tensor) -> Tensor:
+        replicas, num_choices = packed(self.replicas[layer]), packed(self.num_choices[layer])
         slots = torch.empty_like(topk_idx)
-        _, num_experts, max_replicas = self.replicas.shape
+        num_experts, max_replicas = replicas.shape
         kernels.native.map_topk(
             topk_idx=topk_idx.data_ptr(),
-            replicas=self.replicas[layer].data_ptr(),
-            num_choices=self.num_choices[layer].data_ptr(),
+            replicas=replicas.data_ptr(),
+            num_choices=num_choices.data_ptr(),
             slots=slots.data_ptr(),
             num_copies=topk_idx.numel(),
             num_topk=topk_idx.shape[1],

@@ -95,7 +95,7 @@ def inverse_map(phy2log: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     order = phy2log.argsort(dim=1, stable=True)
     expert = phy2log.gather(1, order)
     begin = logcnt.cumsum(1) - logcnt
-    nth = torch.arange(num_replicas) - begin.gather(1, expert)
+    nth = torch.arange(num_replicas, device="cpu") - begin.gather(1, expert)
     log2phy = phy2log.new_full((num_layers, num_experts * width), -1)
     log2phy.scatter_(1, expert * width + nth, order)
     return log2phy.view(num_layers, num_experts, width), logcnt

@@ -298,7 +298,7 @@ class LowLatencySubject(_ModuleSubject):
         rows, labels = [], []
         for local, count in enumerate(counts.tolist()):
             rows.append(_packed_rows(packed, local, count))
-            source = torch.empty(count, dtype=torch.float64)
+            source = torch.empty(count, dtype=torch.float64, device="cpu")
             for rank, packed_range in enumerate(layout[local].tolist()):
                 begin, num = divmod(packed_range, 1 << 32)
                 source[begin : begin + num] = rank

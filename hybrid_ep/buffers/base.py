@@ -21,6 +21,7 @@ from hybrid_ep import env
 from hybrid_ep.core.checks import (
     MAX_TOPK,
     packed,
+    packed_copy,
     require,
     require_expert_indices,
     require_int,
@@ -199,7 +200,8 @@ class BaseBuffer:
     def close(self) -> None:
         """Gives back what the buffer holds. Local; waits for this rank's GPU; further calls do nothing.
 
-        Results that are alive keep their memory.
+        Results that are alive keep their memory. On the torch engine over gloo, connections and threads are gone when
+        it returns. So it waits until the other ranks close the buffer, too, but for at most three seconds.
 
         Raises:
             ConfigError, OverflowError, TimeoutError, TransportError: as `raise_pending`, when everything has been given
@@ -429,10 +431,10 @@ def as_words(scales: Tensor) -> Tensor:
     """Scales of one byte each, of NVFP4 rows, four to a word. Copied where rows do not begin at a word."""
     word = torch.int32.itemsize
     if scales.storage_offset() % word or scales.stride(0) % word:
-        scales = scales.clone(memory_format=torch.contiguous_format)
-    return scales.contiguous().view(torch.int32)
+        scales = packed_copy(scales)
+    return packed(scales).view(torch.int32)
 
 
 def as_rows(data: Tensor, scales: Tensor | None) -> Rows:
     """Checked rows in the engine's form: row-major, without gaps."""
-    return Rows(data.contiguous(), packed(scales))
+    return Rows(packed(data), packed(scales))

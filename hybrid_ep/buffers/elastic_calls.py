@@ -23,6 +23,7 @@ from hybrid_ep.core.checks import (
     MAX_TOPK,
     are_packed,
     packed,
+    packed_copy,
     require,
     require_bool,
     require_int,
@@ -331,7 +332,7 @@ class ElasticCalls(LoadBalanceCalls):
             return result, repeat_along(self, request, x, handle) if repeats else None
         # A call that looks at the values of the indices does so each time.
         assert topk_idx is not None
-        repeats = topk_idx.is_cuda and topk_idx.is_contiguous()
+        repeats = topk_idx.is_cuda and are_packed(topk_idx)
         copies = bool(options.do_handle_copy)
         return result, repeat_dispatch(self, request, x, handle, copies_topk=copies) if repeats else None
 
@@ -371,8 +372,8 @@ class ElasticCalls(LoadBalanceCalls):
         biases = check_bias(bias, dispatch.num_tokens, x.shape[1], x.device)
         sms = num_sms or handle.asked_num_sms
         with self._comm_stream.scope(previous_event, async_finish):
-            bias_terms = tuple(term.contiguous() for term in biases)
-            request = CombineRequest(x.contiguous(), packed(topk_weights), bias_terms, sms)
+            bias_terms = tuple(packed(term) for term in biases)
+            request = CombineRequest(packed(x), packed(topk_weights), bias_terms, sms)
             if permute is None:
                 combined = engine.combine(request, dispatch)
             else:
@@ -405,7 +406,7 @@ class ElasticCalls(LoadBalanceCalls):
         require_int("num_max_tokens_per_rank", most, minimum=0)
         alignment = 1 if options.expert_alignment is None else options.expert_alignment
         require_int("expert_alignment", alignment, minimum=1)
-        kept = topk_idx.clone() if options.do_handle_copy else topk_idx.contiguous()
+        kept = packed_copy(topk_idx) if options.do_handle_copy else packed(topk_idx)
         return Routing(kept, packed(topk_weights), options.num_experts, max_tokens=most), (most, alignment)
 
     def _request(

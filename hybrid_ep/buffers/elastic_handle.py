@@ -7,11 +7,10 @@ they are first read.
 
 from __future__ import annotations
 
-import copy
 import functools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from torch import Tensor
 from hybrid_ep.buffers.hybrid_handles import rows_of_copies
 from hybrid_ep.core.streams import current_raw_stream, is_capturing
 from hybrid_ep.engine.base import Engine
-from hybrid_ep.engine.calls import CachedDispatchRequest, DispatchHandle, PermuteHandle, Rows
+from hybrid_ep.engine.calls import CachedDispatchRequest, DispatchHandle, OfThisProcess, PermuteHandle, Rows
 from hybrid_ep.errors import ClosedError, ConfigError
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ class Counts(NamedTuple):
         return cls(per_scaleup_rank, ends, per_expert)
 
 
-class EPHandle:
+class EPHandle(OfThisProcess):
     """The handle of a dispatch, for `combine` and for a cached `dispatch`.
 
     There is one received row for each token and rank; with `do_expand`, one for each token and local expert.
@@ -124,20 +123,11 @@ class EPHandle:
         self._version = self._version_now()
         self._buffer = weakref.ref(buffer)
 
-    def __copy__(self) -> EPHandle:
-        copied = EPHandle.__new__(EPHandle)
-        copied.__dict__.update(self.__dict__)
-        return copied
-
     def __deepcopy__(self, memo: dict[int, Any]) -> EPHandle:
-        copied = copy.copy(self)
-        copied.__dict__.update((name, copy.deepcopy(value, memo)) for name, value in self.__dict__.items())
+        copied: EPHandle = super().__deepcopy__(memo)
         if self._version == self._version_now():  # the version counter of a copy begins again
             copied._version = copied._version_now()
         return copied
-
-    def __reduce__(self) -> NoReturn:
-        raise ConfigError("EPHandle cannot be pickled; allowed: the process that dispatched")
 
     @property
     def psum_num_recv_tokens_per_scaleup_rank(self) -> Tensor:

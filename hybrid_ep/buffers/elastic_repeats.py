@@ -11,6 +11,7 @@ from torch import Tensor
 from hybrid_ep.buffers.elastic_handle import Counts, EPHandle
 from hybrid_ep.buffers.repeats import parts_of_repeat, up_to
 from hybrid_ep.buffers.repeats import repeat_combine as repeat_combine_by_source
+from hybrid_ep.core.checks import packed
 from hybrid_ep.core.event import EventOverlap
 from hybrid_ep.core.repeatable import Repeat
 from hybrid_ep.engine.calls import (
@@ -132,7 +133,7 @@ def _dispatch(
 def _counts_of(dispatch: DispatchHandle, alignment: int, do_expand: bool) -> Counts:
     """The counts that a repeated dispatch has written. There is one domain."""
     grid, state = dispatch.grid, cast(Any, dispatch.state)
-    per_rank = dispatch.rank_prefix_matrix[:, grid.rank].contiguous()
+    per_rank = packed(dispatch.rank_prefix_matrix[:, grid.rank])
     per_expert = state.tokens_per_expert(dispatch.num_experts // grid.num_ranks)
     return Counts.of(per_rank, per_expert, alignment, do_expand)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hybrid_ep.buffers.base import BaseBuffer
 from hybrid_ep.core import kernels
-from hybrid_ep.core.checks import MAX_TOPK, require
+from hybrid_ep.core.checks import MAX_TOPK, packed, require
 from hybrid_ep.engine.calls import DispatchRequest, ExpertCopies, ReplicaMapping, Routing, Rows
 
 __all__ = ["CountExchange", "ReplicaRoutes", "add_gradients", "copy_weights", "route_replicas"]
@@ -61,7 +61,7 @@ def route_replicas(buffer: BaseBuffer, mapping: Tensor, num_local: int, first_ra
         num_local: LE, experts of a rank.
         first_rank: with which the mapping begins.
     """
-    mapping = mapping.contiguous()
+    mapping = packed(mapping)
     num_mapped_ranks, num_slots = mapping.shape
     num_sent = min(mapping.numel(), num_local)  # no more experts have a replica
     most = max(num_local, num_slots)
@@ -137,7 +137,7 @@ def copy_weights(
     """
     if not spare or mapping.shape[1] == 0:
         return
-    mapping = mapping.contiguous()
+    mapping = packed(mapping)
     if buffer.engine.copy_experts(ExpertCopies(spare, experts, mapping, num_sms)):
         return
     routes = route_replicas(buffer, mapping, experts[0].shape[0], first_rank)
@@ -267,7 +267,7 @@ def _send(
     """
     result = None
     for i, some in enumerate(columns):
-        routing = Routing(some.contiguous(), None, buffer.group_size)  # an expert stands for a rank
+        routing = Routing(packed(some), None, buffer.group_size)  # an expert stands for a rank
         received = buffer.engine.dispatch(DispatchRequest(Rows(rows), routing, bound, num_sms, replicas=replicas))
         if len(columns) == 1 or i == buffer.rank // MAX_TOPK:
             result = received.rows.data

@@ -27,7 +27,7 @@ from hybrid_ep.buffers.hybrid_repeats import (
     repeat_combine_dense,
     repeat_dispatch,
 )
-from hybrid_ep.core.checks import MAX_TOPK, Passed, are_packed, require, require_int, require_tensor
+from hybrid_ep.core.checks import MAX_TOPK, Passed, are_packed, packed, require, require_int, require_tensor
 from hybrid_ep.core.layout import (
     columns_of_experts,
     experts_of_columns,
@@ -57,9 +57,9 @@ class HybridEPBuffer(PermutedCalls):
 
     Args:
         group: the process group; None = the default group, or a single rank where there is none.
-        hidden_dim: H, the largest that is sent, ≥ 1. This and the next two grow with the calls.
+        hidden_dim: H, the largest that is sent, ≥ 1. This and the next grow with the calls.
         max_num_of_tokens_per_rank: the most tokens that a rank sends at once, ≥ 1.
-        num_local_experts: LE, experts of each rank, ≥ 1, for calls that do not say how many experts there are.
+        num_local_experts: LE, experts of each rank, ≥ 1, in every call that does not say how many experts there are.
         use_fp8: accepted for compatibility; the `hidden` of each call says whether its tokens are e4m3.
         num_sms_dispatch_api: SMs of dispatch; None = the engine's choice.
         num_sms_combine_api: SMs of combine; None = the engine's choice.
@@ -176,7 +176,7 @@ class HybridEPBuffer(PermutedCalls):
         Args:
             hidden_dim: H, the largest that is sent.
             num_of_tokens_per_rank: the most tokens that a rank sends at once; rounded up to a multiple of 16.
-            num_local_experts: LE.
+            num_local_experts: LE, the largest of a call; without a number, a call has that of the constructor.
             pad_multiple: for the returned sizes, at most 65536; calls take their own.
             use_fp8: accepted for compatibility, as by the calls.
             fuse_permute_dispatch: accepted for compatibility, as by the calls.
@@ -261,7 +261,7 @@ class HybridEPBuffer(PermutedCalls):
             )
             along = self._probs_along if handle.is_map else self._weights_along
             weights = along(handle.routing, num_experts, topk_idx, topk_weights, probs, routing_map)
-            is_as_given = rows.scales is scaling_factor and hidden.is_contiguous()
+            is_as_given = rows.scales is scaling_factor and are_packed(hidden)
             return self._along(handle, rows, as_bytes, weights, is_as_given)
         rows, as_bytes, routing = self._rows_and_routing(
             hidden, scaling_factor, topk_idx, topk_weights, num_of_experts, probs, routing_map
@@ -291,7 +291,7 @@ class HybridEPBuffer(PermutedCalls):
             received_experts, received_probs = result.topk_idx.clone(), _probs_of(result, experts)
         else:
             assert routing_map is not None
-            known = own(routing_map.contiguous(), routing_map)
+            known = own(packed(routing_map), routing_map)
             sent_probs = None if probs is None else torch.where(known, probs, 0.0)
             received_map, received_probs = send_along(engine, result.handle, experts, known, sent_probs, num_sms)
             assert received_map is not None
@@ -353,7 +353,7 @@ class HybridEPBuffer(PermutedCalls):
         self._check_geometry(dispatch.grid)
         experts = begin, end = self._experts_of_domain(dispatch.num_experts)
         self._check_combined(hidden, probs, (received.shape[0], end - begin))
-        request = CombineRequest(hidden.contiguous(), num_sms=self._num_sms_combine)
+        request = CombineRequest(packed(hidden), num_sms=self._num_sms_combine)
         repeats = handle.grid is self.grid and are_packed(hidden, probs)
         if probs is None:
             repeat = repeat_combine(engine.repeat_of_combine(request, dispatch)) if repeats else None

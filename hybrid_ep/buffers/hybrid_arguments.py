@@ -11,8 +11,18 @@ import torch
 from torch import Tensor
 
 from hybrid_ep.buffers.base import BaseBuffer, as_rows, check_rows, check_weights
-from hybrid_ep.buffers.hybrid_config import Configurer, HybridEpConfigInstance
-from hybrid_ep.core.checks import MAX_TOPK, Passed, packed, require, require_int, require_tensor, traits
+from hybrid_ep.buffers.hybrid_config import BufferConfig, Configurer, HybridEpConfigInstance
+from hybrid_ep.core.checks import (
+    MAX_TOPK,
+    Passed,
+    packed,
+    packed_copy,
+    require,
+    require_int,
+    require_plain,
+    require_tensor,
+    traits,
+)
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.layout import (
     indices_to_map,
@@ -35,6 +45,7 @@ class HybridArguments(BaseBuffer):
 
     configurer: Configurer
     _passed: Passed
+    _first_sizes: BufferConfig  # of the constructor; those of the configurer grow
     _max_experts_per_token: int
 
     @property
@@ -44,7 +55,7 @@ class HybridArguments(BaseBuffer):
 
     @property
     def _max_local_experts(self) -> int:
-        """Experts of a rank, for calls that do not say how many there are."""
+        """The most experts of a rank in the calls of this rank, and in the constructor."""
         return self.configurer.buffer_config.num_of_experts_per_rank
 
     def _grow(self, hidden_dim: int | None, num_of_tokens_per_rank: int | None, num_local_experts: int | None) -> None:
@@ -81,15 +92,16 @@ class HybridArguments(BaseBuffer):
     ) -> tuple[Rows, bool, Routing]:
         """Checks rows, as `_rows` does, and routing; skipped if arguments with the same traits have passed before."""
         if num_experts is None:
-            has_width = isinstance(routing_map, Tensor) and routing_map.dim() == 2
-            num_experts = routing_map.shape[1] if has_width else None  # type: ignore[union-attr]
-            num_experts = num_experts or self._max_local_experts * self.group_size
+            if routing_map is not None:
+                require_plain("routing_map", routing_map)
+                num_experts = routing_map.shape[1] if routing_map.dim() == 2 else None
+            num_experts = num_experts or self._first_sizes.num_of_experts_per_rank * self.group_size
         require_int("num_of_experts", num_experts, minimum=1, multiple_of=self.group_size)
         given = traits(hidden, scaling_factor, topk_idx, topk_weights, probs, routing_map), num_experts
         if given in self._passed:
             assert topk_idx is not None
             data, scaling_factor, as_bytes = _as_e4m3(hidden, scaling_factor)
-            routing = Routing(topk_idx.contiguous(), packed(topk_weights), num_experts)
+            routing = Routing(packed(topk_idx), packed(topk_weights), num_experts)
             return as_rows(data, scaling_factor), as_bytes, routing
         rows, as_bytes = self._rows(hidden, scaling_factor)
         routing = self._routing(
@@ -149,7 +161,7 @@ class HybridArguments(BaseBuffer):
         self._check_topk(topk_idx, topk_weights, num_experts, device)
         if topk_idx.shape[0] != num_tokens:
             require(False, "rows of topk_idx", topk_idx.shape[0], f"{num_tokens}, as hidden has")
-        return Routing(topk_idx.contiguous(), packed(topk_weights), num_experts)
+        return Routing(packed(topk_idx), packed(topk_weights), num_experts)
 
     def _check_handle(self, handle: DispatchHandle, rows: Rows, num_parts: int = 1) -> None:
         self._check_geometry(handle.grid)
@@ -279,7 +291,7 @@ def check_made_with(*given: tuple[str, int | None, int]) -> None:
 
 def own(routing: Tensor, given: Tensor | None) -> Tensor:
     """A routing for a handle: the caller may overwrite the one that it has given."""
-    return routing.clone() if routing is given else routing
+    return packed_copy(routing) if routing is given else routing
 
 
 @functools.lru_cache

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hybrid_ep.core.checks import packed, packed_copy
 from hybrid_ep.engine.base import Engine
 from hybrid_ep.engine.calls import CachedDispatchRequest, Combined, CombineRequest, DispatchHandle, Rows
 
@@ -42,7 +43,7 @@ def send_along(
         ``[N, end − first]`` bool and float32, None for what was not given; False and 0 after the last row that arrived.
     """
     sent = [tensor for tensor in (probs, routing_map) if tensor is not None]
-    record = torch.cat([tensor.contiguous().view(torch.uint8) for tensor in sent], 1)
+    record = torch.cat([packed(tensor).view(torch.uint8) for tensor in sent], 1)
     record = torch.nn.functional.pad(record, (0, -record.shape[1] % _RECORD_ALIGN_BYTES))
     request = CachedDispatchRequest(Rows(record.view(torch.bfloat16)), num_sms)
     received = engine.dispatch_cached(request, handle).data.view(torch.uint8)
@@ -54,7 +55,7 @@ def send_along(
             return None
         first, end = (begin + expert * tensor.itemsize for expert in experts)
         # A copy also where the columns are all of a row: it must not hold the slot.
-        own = received[:, first:end].clone(memory_format=torch.contiguous_format)
+        own = packed_copy(received[:, first:end])
         return own.view(tensor.dtype).masked_fill_(is_unused, 0)
 
     num_prob_bytes = 0 if probs is None else probs.shape[1] * probs.itemsize
@@ -80,9 +81,9 @@ def combine_with_probs(
     weights = probs.new_zeros(len(probs), handle.num_experts)
     weights[:, first:end] = probs
     now, *later = weights.split(_WEIGHTS_AT_ONCE, 1)
-    combined = engine.combine(request._replace(weights=now.contiguous()), handle)
+    combined = engine.combine(request._replace(weights=packed(now)), handle)
     home = [combined.weights]
     empty = request.data.new_zeros(len(probs), _NO_CHANNELS)
     for some in later:
-        home.append(engine.combine(request._replace(data=empty, weights=some.contiguous()), handle).weights)
+        home.append(engine.combine(request._replace(data=empty, weights=packed(some)), handle).weights)
     return Combined(combined.data, torch.cat([part for part in home if part is not None], 1))

@@ -224,7 +224,7 @@ class PermutedCalls(HybridArguments):
             )
             return as_given(again.rows.data, as_bytes), again.probs, again.rows.scales, counts, handle
         request = CachedDispatchRequest(rows, self._num_sms_dispatch, self._num_sms_permute)
-        is_as_given = rows.scales is scaling_factor and num_parts == 1 and hidden.is_contiguous()
+        is_as_given = rows.scales is scaling_factor and num_parts == 1 and are_packed(hidden)
         repeat = None
         if is_as_given and handle.grid is self.grid:
             repeat = repeat_permuted_along(engine.repeat_of_permuted_cached(request, permute), as_bytes, non_blocking)
@@ -268,7 +268,7 @@ class PermutedCalls(HybridArguments):
         self._check_combined(hidden, probs, (permute.num_permuted,))
         if pad_multiple and pad_multiple != permute.pad_multiple:
             require(False, "pad_multiple", pad_multiple, f"{permute.pad_multiple}, as dispatched")
-        request = CombineRequest(hidden.contiguous(), packed(probs), (), self._num_sms_combine, self._num_sms_unpermute)
+        request = CombineRequest(packed(hidden), packed(probs), (), self._num_sms_combine, self._num_sms_unpermute)
         repeat = None
         if handle.num_parts == 1 and handle.grid is self.grid and are_packed(hidden, probs):
             repeat = repeat_unpermute(engine.repeat_of_combine_permuted(request, permute, is_dense=True))

@@ -10,7 +10,14 @@ from torch import Tensor
 from hybrid_ep.buffers.base import BaseBuffer
 from hybrid_ep.buffers.collective import collective
 from hybrid_ep.buffers.expert_moves import add_gradients, copy_weights, route_replicas
-from hybrid_ep.core.checks import require, require_expert_indices, require_int, require_tensor
+from hybrid_ep.core.checks import (
+    are_packed,
+    require,
+    require_expert_indices,
+    require_int,
+    require_plain,
+    require_tensor,
+)
 from hybrid_ep.core.event import EventHandle, EventOverlap, as_overlap
 
 __all__ = ["LoadBalanceCalls"]
@@ -155,9 +162,9 @@ def _tensors(name: str, given: Tensor | Sequence[Tensor]) -> list[Tensor]:
     require(isinstance(given, Tensor | Sequence), name, type(given).__name__, allowed)
     tensors = [given] if isinstance(given, Tensor) else list(given)
     for tensor in tensors:
-        require(isinstance(tensor, Tensor), f"an element of {name}", type(tensor).__name__, "a tensor")
+        require_plain(f"an element of {name}", tensor)
         require(tensor.dim() >= 2 and tensor[:1].numel() > 0, f"shape of {name}", list(tensor.shape), "[n, *shape]")
-        require(tensor.is_contiguous(), f"strides of {name}", tensor.stride(), "a contiguous (row-major) tensor")
+        require(are_packed(tensor), f"strides of {name}", tensor.stride(), "a contiguous (row-major) tensor")
     return tensors
 
 

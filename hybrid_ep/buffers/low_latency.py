@@ -21,6 +21,7 @@ from hybrid_ep.core.checks import (
     MAX_INT,
     MAX_TOPK,
     Passed,
+    packed,
     require,
     require_bool,
     require_bools,
@@ -192,8 +193,8 @@ class LowLatencyCalls(LowLatencyArguments):
 
         with self._comm_stream.scope(None, async_finish):
             request = LowLatencyDispatchRequest(
-                x.contiguous(),
-                topk_idx.contiguous(),
+                packed(x),
+                packed(topk_idx),
                 max_tokens,
                 num_experts,
                 row_format(*kinds),
@@ -333,9 +334,9 @@ class LowLatencyCalls(LowLatencyArguments):
             out = torch.empty(topk_idx.shape[0], handle.hidden, dtype=torch.bfloat16, device=x.device)
         with self._comm_stream.scope(None, async_finish):
             request = LowLatencyCombineRequest(
-                x.contiguous(),
-                topk_idx.contiguous(),
-                topk_weights.contiguous(),
+                packed(x),
+                packed(topk_idx),
+                packed(topk_weights),
                 out,
                 use_logfmt,
                 waits,

@@ -25,7 +25,17 @@ from hybrid_ep.buffers.low_latency import LowLatencyCalls
 from hybrid_ep.buffers.normal_arguments import NormalArguments, Parts, Tokens, as_given, parts_of
 from hybrid_ep.buffers.repeats import repeat_along, repeat_combine, repeat_dispatch, up_to
 from hybrid_ep.core import kernels
-from hybrid_ep.core.checks import MAX_BYTES, Passed, require, require_bool, require_int, row_traits, traits
+from hybrid_ep.core.checks import (
+    MAX_BYTES,
+    Passed,
+    are_packed,
+    packed,
+    require,
+    require_bool,
+    require_int,
+    row_traits,
+    traits,
+)
 from hybrid_ep.core.config import Config
 from hybrid_ep.core.event import EventHandle, EventOverlap
 from hybrid_ep.core.layout import compute_layout, layout_by_kernel
@@ -261,12 +271,12 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
         self._check_topk(topk_idx, None, num_experts, device=None)
         sizes = num_experts, self.group_size, self.grid.num_ranks_per_domain
         with self._comm_stream.scope(previous_event, async_finish):
-            layout = compute_layout(topk_idx.contiguous(), *sizes)
+            layout = compute_layout(packed(topk_idx), *sizes)
         event = self._comm_stream.finish(previous_event, async_finish, (topk_idx, *layout))
         per_rank, per_domain, per_expert, in_rank = layout
         has_domains = self.grid.num_domains > 1
         result = per_rank, per_domain if has_domains else None, per_expert, in_rank, event
-        if not kernels.run_on(topk_idx) or not topk_idx.is_contiguous() or async_finish or previous_event is not None:
+        if not kernels.run_on(topk_idx) or not are_packed(topk_idx) or async_finish or previous_event is not None:
             return result
         gives = 0, 1 if has_domains else None, 2, 3, EventOverlap
         return first(result, Repeat(layout_by_kernel(topk_idx, *sizes), ("topk_idx",), gives))

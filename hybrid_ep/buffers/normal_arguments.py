@@ -105,7 +105,7 @@ class NormalArguments(BaseBuffer):
             assert topk_idx is not None
             assert num_tokens_per_expert is not None
             num_experts = num_tokens_per_expert.shape[0]
-            return rows_of(sent), Routing(topk_idx.contiguous(), packed(topk_weights), num_experts)
+            return rows_of(sent), Routing(packed(topk_idx), packed(topk_weights), num_experts)
         rows = checked(sent, self.engine.device)
         routing = self._routing(
             rows, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert
@@ -132,9 +132,9 @@ class NormalArguments(BaseBuffer):
             if topk_weights is not None:
                 check_weights("topk_weights", topk_weights, (num_rows, num_topk), x.device)
             check_bias(biases, num_tokens, x.shape[1], x.device)
-        weights = None if topk_weights is None else topk_weights.contiguous()
-        terms = tuple([term.contiguous() for term in biases])
-        request = CombineRequest(x.contiguous(), weights, terms, num_sms)
+        weights = packed(topk_weights)
+        terms = tuple([packed(term) for term in biases])
+        request = CombineRequest(packed(x), weights, terms, num_sms)
         if x.is_cuda and given not in self._passed:
             taken, tensors = (request.data, weights, *terms), (x, topk_weights, *biases)
             is_as_given = all(map(operator.is_, taken, tensors))
@@ -171,10 +171,10 @@ class NormalArguments(BaseBuffer):
         if topk_idx.shape[0] != num_tokens:
             require(False, "rows of topk_idx", topk_idx.shape[0], f"{num_tokens}, as x has")
         if topk_idx.is_cpu:
-            layout = compute_layout(topk_idx.contiguous(), num_experts, self.group_size, self.grid.num_ranks_per_domain)
+            layout = compute_layout(packed(topk_idx), num_experts, self.group_size, self.grid.num_ranks_per_domain)
             same = torch.equal(layout.is_token_in_rank, is_token_in_rank)
             require(same, "is_token_in_rank", "not that of topk_idx", "the result of get_dispatch_layout(topk_idx, …)")
-        return Routing(topk_idx.contiguous(), packed(topk_weights), num_experts)
+        return Routing(packed(topk_idx), packed(topk_weights), num_experts)
 
     def _check_handle(self, handle: DispatchHandle) -> None:
         if type(handle) is DispatchHandle and handle.grid is self.grid:  # as in most calls

@@ -30,7 +30,7 @@ T = TypeVar("T")
 # name.
 _boards: WeakKeyDictionary[dist.ProcessGroup, Board] = WeakKeyDictionary()
 _FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.05
-_ACCESS_S = 5.0  # a store that does not answer for so long is lost
+_ACCESS_S = 5.0
 _READ_S = 2.0  # that a rank waits until the others have read an outcome; they look for it every 50 ms
 
 
@@ -44,10 +44,11 @@ class Board:
     Args:
         store: reaches every rank of the group.
         name: equal at all ranks, and used by nothing else.
+        access_s: how long an access may take; a store that does not answer for so long is lost.
     """
 
-    def __init__(self, store: Store, name: str) -> None:
-        self._store, self._name, self._is_lost = store, name, False
+    def __init__(self, store: Store, name: str, access_s: float = _ACCESS_S) -> None:
+        self._store, self._name, self._access_s, self._is_lost = store, name, access_s, False
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Board:
@@ -74,7 +75,11 @@ class Board:
 
     def at(self, name: str) -> Board:
         """Returns the notes under a name below this one."""
-        return Board(self._store, f"{self._name}/{name}")
+        return Board(self._store, f"{self._name}/{name}", self._access_s)
+
+    def within(self, access_s: float) -> Board:
+        """Returns the same notes, for accesses that may take no longer than this."""
+        return Board(self._store, self._name, min(access_s, self._access_s))
 
     def write(self, key: str, text: str | bytes) -> None:
         """Writes a note, over an earlier one."""
@@ -110,7 +115,7 @@ class Board:
         if self._is_lost:
             raise StoreLostError("it has not answered before")
         try:
-            return run_within(_ACCESS_S, access)
+            return run_within(self._access_s, access)
         except UnfinishedError as error:
             self._is_lost = True
             raise StoreLostError(str(error)) from error

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from hybrid_ep import _C, env
 from hybrid_ep.errors import ConfigError
@@ -19,6 +21,7 @@ __all__ = [
     "Passed",
     "are_packed",
     "packed",
+    "packed_copy",
     "require",
     "require_bool",
     "require_bools",
@@ -29,6 +32,7 @@ __all__ = [
     "require_no_grad",
     "require_number",
     "require_path",
+    "require_plain",
     "require_seconds",
     "require_tensor",
     "traits",
@@ -38,6 +42,9 @@ __all__ = [
 MAX_TOPK = 32
 MAX_INT = 2**31 - 1  # what kernels count with
 MAX_BYTES = 2**63 - 1
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_MODES_OF_TRACERS = tuple(torch._C._TorchDispatchModeKey.__members__.values())
 
 
 def require(ok: bool, name: str, value: object, allowed: str) -> None:
@@ -93,6 +100,37 @@ def require_seconds(name: str, value: object) -> float:
     return value  # type: ignore[return-value]
 
 
+def require_plain(name: str, tensor: object, *, traced: bool = False) -> None:
+    """Raises ConfigError unless `tensor` is a dense tensor with memory of its own, which kernels can read by address.
+
+    Args:
+        name: of the argument, for messages.
+        tensor: the argument.
+        traced: whether a tracer's tensors are taken, too: the call is made of operators of torch.
+    """
+    kind = type(tensor)
+    if kind not in _PLAIN and not (traced and kind in (FakeTensor, FunctionalTensor)):
+        if not isinstance(tensor, Tensor):
+            raise ConfigError(f"{name} is {kind.__name__}; allowed: a torch.Tensor")
+        advice = ": pass `.to_local()`" if hasattr(tensor, "to_local") else " or torch.nn.Parameter, and no subclass"
+        raise ConfigError(f"{name} is {kind.__name__}; allowed: a plain torch.Tensor{advice}")
+    assert isinstance(tensor, Tensor)
+    if tensor.layout is not torch.strided:
+        require(False, f"{name}.layout", tensor.layout, "torch.strided")
+    if traced:
+        return
+    if torch._C._is_tracing() or any(torch._C._get_dispatch_mode(mode) is not None for mode in _MODES_OF_TRACERS):
+        raise ConfigError(
+            f"{name} is passed while the program is traced, which would record this call's result as a constant; "
+            "allowed: no trace, or the modules of hybrid_ep.nn"
+        )
+    if torch._C._functorch.peek_interpreter_stack() is not None or tensor._is_zerotensor() or tensor.is_neg():
+        raise ConfigError(
+            f"{name} is a tensor without memory of its own, as transforms of torch.func pass it, or a lazy one; "
+            "allowed: a plain torch.Tensor, so no transform around this call"
+        )
+
+
 def require_tensor(
     name: str,
     tensor: object,
@@ -101,13 +139,15 @@ def require_tensor(
     shape: Sequence[int | None],
     device: torch.device | None = None,
     contiguous: bool = False,
+    traced: bool = False,
 ) -> Tensor:
-    """Returns `tensor` if its dtype is one of `dtypes` and its shape fits (None = any size).
+    """Returns `tensor` if it is plain, its dtype is one of `dtypes` and its shape fits (None = any size).
 
     Only what a call writes to must be `contiguous`; what it reads may have any strides, and is copied by `packed`.
+    `traced`: as in `require_plain`.
     """
-    if not isinstance(tensor, Tensor):
-        raise ConfigError(f"{name} is {type(tensor).__name__}; allowed: a torch.Tensor")
+    require_plain(name, tensor, traced=traced)
+    assert isinstance(tensor, Tensor)
     # Calls are checked on every step of a training loop, so messages are only made where one is needed.
     if tensor.dtype not in dtypes:
         require(False, f"{name}.dtype", tensor.dtype, " or ".join(str(d) for d in dtypes))
@@ -116,18 +156,30 @@ def require_tensor(
         require(False, f"{name}.shape", list(tensor.shape), wanted)
     if device is not None and tensor.device != device:
         require(False, f"{name}.device", tensor.device, str(device))
-    if tensor.is_meta:
+    if tensor.is_meta and not traced:
         require(False, f"{name}.device", tensor.device, "a device that holds values")
-    if tensor.layout is not torch.strided:
-        require(False, f"{name}.layout", tensor.layout, "torch.strided")
-    if contiguous and not tensor.is_contiguous():
+    if contiguous and not are_packed(tensor):
         require(False, f"{name}.stride()", tensor.stride(), "a contiguous (row-major) tensor")
     return tensor
 
 
+@overload
+def packed(tensor: Tensor) -> Tensor: ...
+@overload
+def packed(tensor: None) -> None: ...
+@overload
+def packed(tensor: Tensor | None) -> Tensor | None: ...
 def packed(tensor: Tensor | None) -> Tensor | None:
-    """The tensor in rows without gaps, as engines read it; copied on the current stream where it is not."""
+    """The tensor in rows without gaps, as engines and kernels read it; copied on the current stream where it is not.
+
+    Whoever takes an address of a caller's tensor takes that of the packed one. Nothing else judges contiguity.
+    """
     return None if tensor is None else tensor.contiguous()
+
+
+def packed_copy(tensor: Tensor) -> Tensor:
+    """A copy of the tensor in rows without gaps; `clone()` would keep the strides of a transposed one."""
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def are_packed(*tensors: Tensor | None) -> bool:
@@ -169,6 +221,7 @@ def _traits_of_any(*arguments: object) -> object:
             found += (type(tensor), tensor)
         elif isinstance(tensor, Tensor):
             found += (
+                type(tensor),
                 tensor.dtype,
                 tensor.shape,
                 tensor.device,

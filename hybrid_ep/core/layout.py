@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybrid_ep import _C
 from hybrid_ep.core import kernels
-from hybrid_ep.core.checks import MAX_TOPK, require, require_expert_indices, require_int, require_tensor
+from hybrid_ep.core.checks import MAX_TOPK, packed, require, require_expert_indices, require_int, require_tensor
 from hybrid_ep.core.streams import current_raw_stream
 
 if TYPE_CHECKING:
@@ -72,9 +72,9 @@ def compute_layout(topk_idx: Tensor, num_experts: int, num_ranks: int, num_ranks
     device = topk_idx.device
     if device.type == "cpu":
         # This C++ and the device code share the map of experts.
-        per_rank = torch.empty(num_ranks, dtype=torch.int32)
-        per_expert = torch.empty(num_experts, dtype=torch.int32)
-        in_rank = torch.empty(num_tokens, num_ranks, dtype=torch.bool)
+        per_rank = torch.empty(num_ranks, dtype=torch.int32, device="cpu")
+        per_expert = torch.empty(num_experts, dtype=torch.int32, device="cpu")
+        in_rank = torch.empty(num_tokens, num_ranks, dtype=torch.bool, device="cpu")
         bad = _C.compute_layout(
             topk_idx=topk_idx.data_ptr(),
             num_tokens=num_tokens,
@@ -99,12 +99,13 @@ LayoutByKernel = Callable[[Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]  # th
 
 @functools.lru_cache(256)  # making one takes longer than a layout
 def _shared_layout(
-    shape: torch.Size, device: torch.device, index: int, num_experts: int, num_ranks: int, num_ranks_per_domain: int
+    num_topk: int, device: torch.device, index: int, num_experts: int, num_ranks: int, num_ranks_per_domain: int
 ) -> LayoutByKernel:
-    """Makes layouts of top-k indices of one shape, on a GPU with kernels, whose number is `index`."""
-    num_tokens, num_topk = shape
+    """Makes layouts of any number of tokens, on a GPU with kernels, whose number is `index`.
+
+    It keeps memory of that GPU, for totals of the next layouts.
+    """
     return kernels.native.LayoutCounts(
-        num_tokens=num_tokens,
         num_topk=num_topk,
         num_experts=num_experts,
         num_ranks=num_ranks,
@@ -116,9 +117,9 @@ def _shared_layout(
 
 
 def layout_by_kernel(topk_idx: Tensor, num_experts: int, num_ranks: int, num_ranks_per_domain: int) -> LayoutByKernel:
-    """The layouts of top-k indices like these; arguments as of `compute_layout`."""
+    """The layouts of top-k indices with as many columns; arguments as of `compute_layout`."""
     index = kernels.place_of(topk_idx)["device"]
-    return _shared_layout(topk_idx.shape, topk_idx.device, index, num_experts, num_ranks, num_ranks_per_domain)
+    return _shared_layout(topk_idx.shape[1], topk_idx.device, index, num_experts, num_ranks, num_ranks_per_domain)
 
 
 def compute_layout_on_device(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -204,7 +205,7 @@ def weights_to_probs(topk_idx: Tensor, topk_weights: Tensor, num_experts: int) -
     """``[T, K]`` indices and float32 weights → ``[T, E]`` probabilities: of an expert in several columns, the sum."""
     by_kernel = _by_kernel(topk_idx, num_experts)
     if by_kernel is not None:
-        return by_kernel.sum_weights(topk_idx.contiguous(), topk_weights.contiguous())
+        return by_kernel.sum_weights(packed(topk_idx), packed(topk_weights))
     same = topk_idx.unsqueeze(2) == topk_idx.unsqueeze(1)
     # In float64, so that the order of the terms, which devices choose, does not show.
     totals = torch.where(same, topk_weights.unsqueeze(1), 0.0).sum(2, dtype=torch.float64).float()
@@ -218,7 +219,7 @@ def experts_of_columns(topk_idx: Tensor, values: Tensor, num_experts: int) -> Te
     """
     by_kernel = _by_kernel(topk_idx, num_experts)
     if by_kernel is not None:
-        return by_kernel.place_weights(topk_idx.contiguous(), values.contiguous())
+        return by_kernel.place_weights(packed(topk_idx), packed(values))
     columns = torch.where(topk_idx < 0, num_experts, topk_idx)
     experts = values.new_zeros(topk_idx.shape[0], num_experts + 1).scatter_(1, columns, values)
     return experts[:, :num_experts].contiguous()
@@ -228,7 +229,7 @@ def columns_of_experts(topk_idx: Tensor, probs: Tensor) -> Tensor:
     """``[T, K]`` indices and ``[T, E]`` float32 → ``[T, K]``, 0 where no expert is named."""
     by_kernel = _by_kernel(topk_idx, probs.shape[1])
     if by_kernel is not None:
-        return by_kernel.to_weights(topk_idx.contiguous(), probs.contiguous())
+        return by_kernel.to_weights(packed(topk_idx), packed(probs))
     return torch.where(topk_idx >= 0, probs.gather(1, topk_idx.clamp_min(0)), 0.0)
 
 
@@ -281,7 +282,11 @@ def map_to_indices(routing_map: Tensor, probs: Tensor | None, num_parts: int = 1
 
 def widest_token(routing_map: Tensor) -> Tensor:
     """Returns, as a scalar tensor, the most experts (columns) that any token of a ``[T, E]`` bool map has."""
-    return routing_map.sum(1).max() if routing_map.shape[0] else torch.zeros((), dtype=torch.int64)
+    return (
+        routing_map.sum(1).max()
+        if routing_map.shape[0]
+        else torch.zeros((), dtype=torch.int64, device=routing_map.device)
+    )
 
 
 class Permutation(NamedTuple):

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["UnfinishedError", "run_within"]
+__all__ = ["UnfinishedError", "end_calls", "park_at_exit", "run_within"]
 
 T = TypeVar("T")
 
@@ -75,10 +75,24 @@ def run_within(
     raise UnfinishedError(f"no answer within {limit_s:g} s")
 
 
+def end_calls() -> None:
+    """Says that the process ends: from now on no call is run, and `park_at_exit` does not return."""
+    _ends.set()
+
+
+def park_at_exit() -> None:
+    """Stops a daemon thread for good where the process ends; otherwise, and in another thread, does nothing.
+
+    A thread that comes back from C++ into a finalised interpreter aborts the process.
+    """
+    if _ends.is_set() and threading.current_thread().daemon:
+        threading.Event().wait()
+
+
 @atexit.register
 def _wait_for_calls() -> None:
-    """Waits for running calls. A thread that comes back from C++ into a finalised interpreter aborts the process."""
-    _ends.set()
+    """Waits for running calls: see `park_at_exit`."""
+    end_calls()
     deadline = time.monotonic() + _EXIT_S
     for thread in list(_running):
         thread.join(max(0.0, deadline - time.monotonic()))

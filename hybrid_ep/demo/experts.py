@@ -37,6 +37,6 @@ class Experts:
 def make_experts(num_experts: int, hidden: int, ffn_hidden: int, seed: int) -> Experts:
     """Draws weights that keep rows at about their size."""
     generator = torch.Generator().manual_seed(seed)
-    up = torch.randn(num_experts, ffn_hidden, hidden, generator=generator) / hidden**0.5
-    down = torch.randn(num_experts, hidden, ffn_hidden, generator=generator) / ffn_hidden**0.5
+    up = torch.randn(num_experts, ffn_hidden, hidden, generator=generator, device="cpu") / hidden**0.5
+    down = torch.randn(num_experts, hidden, ffn_hidden, generator=generator, device="cpu") / ffn_hidden**0.5
     return Experts(up.double(), down.double())

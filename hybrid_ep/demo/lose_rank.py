@@ -124,7 +124,7 @@ def _work(settings: Settings) -> _Raised:
     experts = make_experts(settings.num_experts, settings.hidden, settings.ffn_hidden, settings.seed)
     num_slots = settings.num_local_experts + 1
     placement = ExpertPlacement.from_loads(
-        torch.ones(1, settings.num_experts),
+        torch.ones(1, settings.num_experts, device="cpu"),
         num_slots * settings.num_ranks,
         settings.num_ranks,
         num_ranks_per_domain=settings.num_ranks_per_domain,

@@ -87,8 +87,8 @@ def run_skewed(settings: Settings) -> list[SkewResult]:
     """Runs the layer under every policy. Collective; the same on every rank."""
     own = torch.Generator().manual_seed((settings.seed << 20) + dist.get_rank())
     shared = torch.Generator().manual_seed(settings.seed)
-    x = torch.randn(settings.num_tokens, settings.hidden, generator=own)
-    x = (x + _LEAN * torch.randn(settings.hidden, generator=shared)).to(torch.bfloat16)
+    x = torch.randn(settings.num_tokens, settings.hidden, generator=own, device="cpu")
+    x = (x + _LEAN * torch.randn(settings.hidden, generator=shared, device="cpu")).to(torch.bfloat16)
     results = []
     with torch.no_grad(), Buffer(num_ranks_per_domain=settings.num_ranks) as buffer:
         plain = _layer(buffer, settings, None)
@@ -102,7 +102,9 @@ def run_skewed(settings: Settings) -> list[SkewResult]:
         for policy, balance in zip(POLICIES, (None, placement, "online"), strict=True):
             y, copies, seconds = _layer(buffer, settings, balance).run(x)
             found = _gather(
-                torch.tensor([[copies, seconds, (y.double() - truth).square().sum(), truth.square().sum()]])
+                torch.tensor(
+                    [[copies, seconds, (y.double() - truth).square().sum(), truth.square().sum()]], device="cpu"
+                )
             )
             error = float((found[:, 2].sum() / found[:, 3].sum()).sqrt())
             counts = tuple(int(count) for count in found[:, 0].tolist())

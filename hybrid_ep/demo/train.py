@@ -34,11 +34,11 @@ def train(settings: Settings) -> list[float]:
         The mean squared error over all ranks' tokens at each step, as a fraction of the targets' mean square.
     """
     shared = torch.Generator().manual_seed(settings.seed)
-    centers = torch.randn(_NUM_CLUSTERS, HIDDEN, generator=shared)
-    maps = torch.randn(_NUM_CLUSTERS, HIDDEN, HIDDEN, generator=shared) / HIDDEN**0.5
+    centers = torch.randn(_NUM_CLUSTERS, HIDDEN, generator=shared, device="cpu")
+    maps = torch.randn(_NUM_CLUSTERS, HIDDEN, HIDDEN, generator=shared, device="cpu") / HIDDEN**0.5
     own = torch.Generator().manual_seed((settings.seed << 20) + dist.get_rank())
-    cluster = torch.randint(_NUM_CLUSTERS, (_NUM_TOKENS,), generator=own)
-    x = centers[cluster] + _CLUSTER_SPREAD * torch.randn(_NUM_TOKENS, HIDDEN, generator=own)
+    cluster = torch.randint(_NUM_CLUSTERS, (_NUM_TOKENS,), generator=own, device="cpu")
+    x = centers[cluster] + _CLUSTER_SPREAD * torch.randn(_NUM_TOKENS, HIDDEN, generator=own, device="cpu")
     target = torch.einsum("th,tgh->tg", x, maps[cluster])
 
     losses = []

@@ -45,6 +45,11 @@ B = TypeVar("B", bound=BaseBuffer)
 M = TypeVar("M")
 KINDS: dict[str, type[BaseBuffer]] = {"Buffer": Buffer, "HybridEPBuffer": HybridEPBuffer}
 MARGIN_S = 2.0  # ranks do not begin a step at the same millisecond, nor keep to its limit to the millisecond
+_CONNECTED = "connected"
+_UNREACHABLE = (
+    "; all of these ranks reach the store, and some cannot reach each other, so no group of fewer was tried; allowed: "
+    "to end a process that another one cannot reach, and to recover again"
+)
 _CONFIRM_S = 1.0  # for a newcomer to confirm that it is still there
 
 
@@ -235,7 +240,7 @@ class Attempt:
             )
 
         begin, limit_s = time.monotonic(), self._terms["timeout_s"]
-        group = self._make("connected", connect, abandon, lambda: limit_s + begin - time.monotonic(), ids, rank)
+        group = self._make(_CONNECTED, connect, abandon, lambda: limit_s + begin - time.monotonic(), ids, rank)
         if isinstance(group, set):
             return group
         origin = hashlib.sha256(name.encode()).hexdigest()[:16] + "-"
@@ -290,6 +295,8 @@ class Attempt:
         # The others may have failed because the first did.
         problems = [(*json.loads(texts[r]), r) for r in came if texts[r]]
         self.problem = "rank {2} of the new group: {1}".format(*min(problems)) if problems else ""
+        if what == _CONNECTED and len(came) == len(ids):
+            self.problem += _UNREACHABLE
         return {ids[r] for r in range(len(ids)) if r not in came and ids[r] >= 0}
 
     def _load(
@@ -306,7 +313,11 @@ class Attempt:
         what failed anywhere.
         """
         can_load = [self._round.can_load[self._round.ids.index(one)] for one in ids]
-        weight = None if self._terms["weight"] is None else torch.tensor(self._terms["weight"], dtype=torch.float64)
+        weight = (
+            None
+            if self._terms["weight"] is None
+            else torch.tensor(self._terms["weight"], dtype=torch.float64, device="cpu")
+        )
         failed: dict[tuple[int, int], str] = {}
         num_rounds = 0
         while True:

@@ -127,7 +127,7 @@ def succeed(
     Raises:
         ConfigError: arguments do not fit, or a newcomer has nothing that it could load.
     """
-    loads = torch.ones(placement.num_layers, placement.num_experts, dtype=torch.float64)
+    loads = torch.ones(placement.num_layers, placement.num_experts, dtype=torch.float64, device="cpu")
     if weight is not None:
         loads = placement.require_weight(weight)
     num_slots = placement.num_slots
@@ -154,7 +154,7 @@ def succeed(
         lost_ranks=(),
         unserved=unserved if any(unserved) else (),
     )
-    kept = torch.tensor([layer.kept for layer in layers]).transpose(0, 1)
+    kept = torch.tensor([layer.kept for layer in layers], device="cpu").transpose(0, 1)
     needed = (kept == _EMPTY).nonzero().tolist()
     return Succession(made, kept, tuple(Load(r, at, layers[at].slots[r][slot], slot) for r, at, slot in needed))
 

@@ -9,6 +9,7 @@
 - The note of a killed or stopped rank stays on the board. So a note "waits" counts only if it is rewritten.
 - Two buffers that ranks call in different orders make the ranks wait for each other. So a waiting rank also writes the
   number of its buffer to the board of the group, for an error that names the other buffer.
+- Without an answer of the store within its own deadline, the error says so, and names what this rank saw itself.
 """
 
 from __future__ import annotations
@@ -17,14 +18,30 @@ import threading
 import time
 import weakref
 from collections.abc import Collection, Iterable
+from dataclasses import replace
+from typing import TypeVar
 
 from hybrid_ep.core.board import Board, StoreLostError
+from hybrid_ep.errors import TransportError
 
-__all__ = ["Blame"]
+__all__ = ["Blame", "blamed"]
+
+_E = TypeVar("_E", bound=TransportError)
 
 _GRACE_S = 1.0  # how long to look for a new note of a rank
 _GRACE_SHARE = 0.25  # of the timeout, where that is less
 _BEATS = 10  # notes within the grace
+_ACCESS_GRACES = 2.0  # graces in which the store must answer
+
+
+def blamed(error: _E, culprit: int | None) -> _E:
+    """Returns the error for the rank that `Blame.find` has found, in place of the peer that this rank has lost."""
+    if culprit is None:
+        detail = f"the store did not answer; rank {error.peer} stopped answering this rank ({error.detail})"
+        return replace(error, detail=detail)
+    if culprit == error.peer:
+        return error
+    return replace(error, peer=culprit, detail=f"rank {error.peer} gave up on it first")
 
 
 class Blame:
@@ -53,18 +70,28 @@ class Blame:
         number: int = 0,
         grace_s: float | None = None,
     ) -> None:
-        self._board, self._rank = board, rank
-        self._group_board, self._number = group_board, number
+        self._rank, self._number = rank, number
         self._seen: dict[int, str | None] = {}  # the first note about its buffer that each peer had in a wait for it
         self.grace_s = min(_GRACE_S, _GRACE_SHARE * timeout_s) if grace_s is None else grace_s
+        access_s = _ACCESS_GRACES * self.grace_s
+        self._board = None if board is None else board.within(access_s)
+        self._group_board = None if group_board is None else group_board.within(access_s)
         self.wait_s = timeout_s - 1.5 * self.grace_s  # reading the notes of one or two ranks takes time, too
         self._lock = threading.Lock()
         self._peer: int | None = None
         self._num_waits = 0
         self._num_beats = 0
         self._lost: int | None = None
+        self._is_closed = False
         self._is_watched = threading.Event()
         self._thread: threading.Thread | None = None
+
+    def close(self) -> None:
+        """Ends the thread that writes notes."""
+        self._is_closed = True
+        self._is_watched.set()
+        if self._thread is not None:
+            self._thread.join(self.grace_s)
 
     def begin_wait(self, peer: int) -> None:
         """Says that this rank waits for `peer` from now on."""
@@ -96,8 +123,10 @@ class Blame:
                 self._peer, self._lost = None, peer
                 self._write(" ".join(map(str, ("lost", peer, *others))))
 
-    def find(self, suspect: int, known: Collection[int] = (), others: Iterable[int] = (), ahead_s: float = 0.0) -> int:
-        """Returns the rank to name in the error.
+    def find(
+        self, suspect: int, known: Collection[int] = (), others: Iterable[int] = (), ahead_s: float = 0.0
+    ) -> int | None:
+        """Returns the rank to name in the error, for `blamed`.
 
         Args:
             suspect: the rank that this one has lost.
@@ -106,7 +135,8 @@ class Blame:
             ahead_s: how much longer than this rank the suspect may wait before it writes a note.
 
         Returns:
-            The first rank that writes nothing. If all write, they have lost each other: `suspect`.
+            The first rank that writes nothing. If all write, they have lost each other: `suspect`. None: the store did
+            not answer.
         """
         if self._board is None:
             return suspect
@@ -121,8 +151,8 @@ class Blame:
                 if not named:
                     return rank
                 left = named + left
-        except StoreLostError:  # without notes the suspect is named: less exact, still an error
-            pass
+        except StoreLostError:
+            return None
         return suspect
 
     def other_buffer(self, peer: int) -> int | None:
@@ -198,7 +228,7 @@ def _watch(blame: weakref.ref[Blame], is_watched: threading.Event, beat_s: float
     while True:
         is_watched.wait()
         alive = blame()
-        if alive is None:
+        if alive is None or alive._is_closed:
             return
         num_waits = alive._beat(num_waits)
         if num_waits is None:

@@ -7,8 +7,9 @@ rank may send in low-latency mode.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -35,6 +36,7 @@ __all__ = [
     "LowLatencyDispatched",
     "LowLatencyFields",
     "LowLatencyHandle",
+    "OfThisProcess",
     "PermuteHandle",
     "Permuted",
     "RepeatedCombine",
@@ -90,8 +92,32 @@ class Routing(NamedTuple):
     max_tokens: int | None = None
 
 
+def _refuse_pickling(handle: object) -> NoReturn:
+    """Raises ConfigError: a handle may hold addresses of this process."""
+    raise ConfigError(f"{type(handle).__name__} cannot be pickled; allowed: the process that dispatched")
+
+
+class OfThisProcess:
+    """The base of handles, which can be copied and not pickled."""
+
+    __slots__ = ()
+
+    def __copy__(self) -> Any:
+        copied = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = copy.copy(self)
+        copied.__dict__.update((name, copy.deepcopy(value, memo)) for name, value in self.__dict__.items())
+        return copied
+
+    def __reduce__(self) -> NoReturn:
+        _refuse_pickling(self)
+
+
 class DispatchHandle(NamedTuple):
-    """The handle of a dispatch, for `combine` and a cached `dispatch`.
+    """The handle of a dispatch, for `combine` and a cached `dispatch`. It can be copied and not pickled.
 
     Attributes:
         rank_prefix_matrix: ``[R, R]`` int32; ``m[i][j]`` = rows that ranks 0…i send to rank j.
@@ -111,9 +137,21 @@ class DispatchHandle(NamedTuple):
     grid: RankGrid
     state: object  # typed, so that a call with a handle has the type of its overload
 
+    def __copy__(self) -> DispatchHandle:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DispatchHandle:
+        fields: Any = copy.deepcopy(tuple(self), memo)
+        return DispatchHandle(*fields)
+
+    def __reduce__(self) -> NoReturn:
+        _refuse_pickling(self)
+
 
 class PermuteHandle(NamedTuple):
     """The handle of a permuted dispatch, for `combine_permuted` and a cached `dispatch_permuted`.
+
+    It can be copied and not pickled.
 
     Attributes:
         dispatch: the handle of the dispatch underneath.
@@ -131,8 +169,18 @@ class PermuteHandle(NamedTuple):
     state: Any
     overflow: Tensor
 
+    def __copy__(self) -> PermuteHandle:
+        return self
 
-class LowLatencyHandle:
+    def __deepcopy__(self, memo: dict[int, Any]) -> PermuteHandle:
+        fields: Any = copy.deepcopy(tuple(self), memo)
+        return PermuteHandle(*fields)
+
+    def __reduce__(self) -> NoReturn:
+        _refuse_pickling(self)
+
+
+class LowLatencyHandle(OfThisProcess):
     """The handle of a low-latency dispatch, for `low_latency_combine`.
 
     As a sequence it has the entries of DeepEP's handle: `src_info`, `layout_range`, M, H and E.
@@ -181,8 +229,11 @@ class LowLatencyHandle:
         self.num_max_tokens_per_rank, self.hidden, self.num_experts = num_max_tokens_per_rank, hidden, num_experts
         self.grid, self.memory, self.state = grid, memory, state
 
-    def __deepcopy__(self, memo: dict[int, object]) -> LowLatencyHandle:
+    def __copy__(self) -> LowLatencyHandle:
         return self  # nothing in it changes
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LowLatencyHandle:
+        return self
 
     @property
     def src_info(self) -> Tensor:

@@ -359,7 +359,7 @@ def clip_grad_norm_(
         norm = nn.utils.get_total_norm([p.grad for p in held if p.grad is not None], norm_type)
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     if not norms:
-        return torch.tensor(0.0)
+        return torch.tensor(0.0, device="cpu")
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
     if error_if_nonfinite and not math.isfinite(float(total)):
         raise RuntimeError(f"the norm of the gradients is {float(total)}")

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from hybrid_ep.balance.placement import ExpertPlacement
 from hybrid_ep.buffers.normal import Buffer
-from hybrid_ep.core.checks import MAX_INT, MAX_TOPK, require, require_int, require_tensor
+from hybrid_ep.core.checks import MAX_INT, MAX_TOPK, require, require_int, require_plain, require_tensor
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.nn.experts import Experts
 from hybrid_ep.nn.modules import MoECombine, MoEDispatch, MoEGroupedDispatch, require_buffer
@@ -142,10 +142,11 @@ class MoELayer(nn.Module):
             TimeoutError, TransportError: a rank was lost.
         """
         allowed = (torch.float32, torch.bfloat16, torch.float16)
+        require_plain("x", x, traced=True)
         if x.dim() < 2 or x.dtype not in allowed:
-            require_tensor("x (whose rows cross in bf16)", x, dtypes=allowed, shape=(None, self.hidden))
+            require_tensor("x (whose rows cross in bf16)", x, dtypes=allowed, shape=(None, self.hidden), traced=True)
         tokens = x.reshape(-1, x.shape[-1])
-        require_tensor("x", tokens, dtypes=allowed, shape=(None, self.hidden))
+        require_tensor("x", tokens, dtypes=allowed, shape=(None, self.hidden), traced=True)
         topk_idx, topk_weights = self.route(tokens)
         rows = tokens.to(torch.bfloat16).contiguous()
         if self._balance_is_off:
@@ -204,6 +205,7 @@ class MoELayer(nn.Module):
 
 
 def _normal(seed: int, shape: tuple[int, int], fan_in: int) -> Tensor:
+    """The same weights on every device; on torch's default device, as of any module."""
     generator = torch.Generator().manual_seed(seed % (1 << 63))
-    weights: Tensor = torch.randn(shape, generator=generator) / fan_in**0.5
-    return weights
+    weights: Tensor = torch.randn(shape, generator=generator, device="cpu") / fan_in**0.5
+    return weights.to(torch.get_default_device())

@@ -28,9 +28,9 @@ def require_buffer(buffer: Buffer) -> Buffer:
 
 
 def _check_tokens(x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> None:
-    require_tensor("x", x, dtypes=(torch.bfloat16,), shape=(None, None))
-    require_tensor("topk_idx", topk_idx, dtypes=(torch.int64,), shape=(None, None))
-    require_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), shape=(None, None))
+    require_tensor("x", x, dtypes=(torch.bfloat16,), shape=(None, None), traced=True)
+    require_tensor("topk_idx", topk_idx, dtypes=(torch.int64,), shape=(None, None), traced=True)
+    require_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), shape=(None, None), traced=True)
 
 
 class Route(NamedTuple):
@@ -220,7 +220,7 @@ class MoECombine(nn.Module):
         if isinstance(handle, DispatchHandle):
             handle = Route(hold(handle), handle.num_tokens, handle.num_topk)
         require(isinstance(handle, Route), "handle", type(handle).__name__, "a handle that dispatch returned")
-        require_tensor("x", x, dtypes=(torch.bfloat16,), shape=(None, None))
+        require_tensor("x", x, dtypes=(torch.bfloat16,), shape=(None, None), traced=True)
         combined, _ = torch.ops.hybrid_ep.combine(x, None, handle.handle, self._number, handle.num_tokens, 0)
         result: Tensor = combined
         return result

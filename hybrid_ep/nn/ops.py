@@ -122,7 +122,7 @@ def _dispatch(
     assert recv_weights is not None
     assert counts is not None
     assert handle is not None
-    return recv_x, recv_idx, recv_weights, torch.tensor(counts, dtype=torch.int64), hold(handle)
+    return recv_x, recv_idx, recv_weights, torch.tensor(counts, dtype=torch.int64, device="cpu"), hold(handle)
 
 
 def _dispatch_grouped(
@@ -139,11 +139,9 @@ def _permuted(
     check_rows("x", x, None, device=engine.device)
     mover._check_topk(topk_idx, topk_weights, num_experts, x.device)
     require(topk_idx.shape[0] == x.shape[0], "rows of topk_idx", topk_idx.shape[0], f"{x.shape[0]}, as x has")
-    routing = Routing(topk_idx.contiguous(), packed(topk_weights), num_experts)
+    routing = Routing(packed(topk_idx), packed(topk_weights), num_experts)
     num_sms = Buffer._num_sms_without_config
-    received = engine.dispatch_permuted(
-        DispatchRequest(Rows(x.contiguous()), routing, num_rows, num_sms, pad_multiple=1)
-    )
+    received = engine.dispatch_permuted(DispatchRequest(Rows(packed(x)), routing, num_rows, num_sms, pad_multiple=1))
     assert received.probs is not None
     ends = received.num_tokens_per_expert.to(x.device).cumsum(0, dtype=torch.int32)
     return received.rows.data, received.probs, ends, hold(received.handle)
@@ -166,14 +164,14 @@ def _unpermuted(mover: Buffer, x: Tensor, weights: Tensor | None, held: PermuteH
     check_rows("x", x, None, device=engine.device)
     mover._check_geometry(held.dispatch.grid)
     require(x.shape[0] == held.num_permuted, "rows of x", x.shape[0], f"{held.num_permuted}, as received")
-    request = CombineRequest(x.contiguous(), packed(weights), num_sms=Buffer._num_sms_without_config)
+    request = CombineRequest(packed(x), packed(weights), num_sms=Buffer._num_sms_without_config)
     return engine.combine_permuted(request, held)
 
 
 def _redispatch(x: Tensor, handle: Tensor, buffer: int, num_recv: int) -> Tensor:
     mover, held = _buffer(buffer), handle_of(handle)
     if isinstance(held, PermuteHandle):
-        request = CachedDispatchRequest(Rows(x.contiguous()), Buffer._num_sms_without_config)
+        request = CachedDispatchRequest(Rows(packed(x)), Buffer._num_sms_without_config)
         return mover.engine.dispatch_permuted_cached(request, held).data
     received, *_ = mover.dispatch(x, handle=held)
     assert isinstance(received, Tensor)

@@ -76,7 +76,7 @@ class Reference:
         """``[N, K]`` int64: local expert of each received row's columns, or −1."""
         rows = self.received(rank)
         place = {row: n for n, row in enumerate(rows)}
-        result = torch.full((len(rows), self.topk_idx[0].shape[1]), -1, dtype=torch.int64)
+        result = torch.full((len(rows), self.topk_idx[0].shape[1]), -1, dtype=torch.int64, device="cpu")
         for copy in self.copies(rank):
             result[place[copy.src_rank, copy.token], copy.column] = copy.expert - rank * self.num_local_experts
         return result
@@ -113,14 +113,14 @@ class Reference:
             dtype: of rows on the wire and of the result (float32 for weights).
         """
         topk = self.topk_idx[rank].tolist()
-        result = torch.zeros(len(topk), hidden, dtype=dtype)
+        result = torch.zeros(len(topk), hidden, dtype=dtype, device="cpu")
         num_domains = self.num_ranks // self.num_ranks_per_domain
         for token, experts in enumerate(topk):
             ranks = sorted({expert // self.num_local_experts for expert in experts if expert >= 0})
-            total = torch.zeros(hidden)
+            total = torch.zeros(hidden, device="cpu")
             for domain in range(num_domains):
                 members = [r for r in ranks if r // self.num_ranks_per_domain == domain]
-                partial = torch.zeros(hidden)
+                partial = torch.zeros(hidden, device="cpu")
                 for member in members:
                     partial += row(member, rank, token).float()
                 total += partial.to(dtype).float() if num_domains > 1 else partial
@@ -144,7 +144,7 @@ def dense_moe(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, expert: Callabl
     """
     x = x.double()
     probe = expert(0, x[:0])
-    total = torch.zeros(x.shape[0], probe.shape[1], dtype=torch.float64)
+    total = torch.zeros(x.shape[0], probe.shape[1], dtype=torch.float64, device="cpu")
     for index in sorted({int(e) for e in topk_idx.flatten().tolist() if e >= 0}):
         weight = torch.where(topk_idx == index, topk_weights.double(), 0.0).sum(1)
         tokens = torch.nonzero((topk_idx == index).any(1)).flatten()

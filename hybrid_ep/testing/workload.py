@@ -126,7 +126,9 @@ def _seed(workload: Workload, rank: int) -> int:
 
 def log_popularity(workload: Workload) -> Tensor:
     """Returns ``[E]`` float64: the logarithm of the popularity of each expert in the skewed routing, at every rank."""
-    popular_first = torch.randperm(workload.num_experts, generator=torch.Generator().manual_seed(workload.seed))
+    popular_first = torch.randperm(
+        workload.num_experts, generator=torch.Generator().manual_seed(workload.seed), device="cpu"
+    )
     return -workload.exponent * (popular_first.argsort() + 1).double().log()
 
 
@@ -140,12 +142,14 @@ def make_routing(workload: Workload, rank: int) -> tuple[Tensor, Tensor]:
     """
     generator = torch.Generator().manual_seed(_seed(workload, rank))
     num_tokens, num_experts = workload.num_tokens, workload.num_experts
-    noise = torch.rand(num_tokens, num_experts, generator=generator, dtype=torch.float64).clamp_min(1e-300)
+    noise = torch.rand(num_tokens, num_experts, generator=generator, dtype=torch.float64, device="cpu").clamp_min(
+        1e-300
+    )
     logits = -torch.log(-torch.log(noise))
     if workload.routing == "skewed":
         logits += log_popularity(workload)
     elif workload.routing == "hot":
-        wants = torch.rand(num_tokens, generator=generator) < HOT_SHARE
+        wants = torch.rand(num_tokens, generator=generator, device="cpu") < HOT_SHARE
         logits[:, 0] = torch.where(wants, logits.amax(1) + 1.0, -torch.inf if num_experts > workload.num_topk else 0.0)
     chosen, topk_idx = logits.topk(workload.num_topk, dim=1)
     return topk_idx, torch.softmax(chosen, dim=1).float()

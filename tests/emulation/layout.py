@@ -64,7 +64,6 @@ def check_many_layouts() -> None:
     with local_kernels(), _filled_memory():
         native: Any = kernels.native
         count = native.LayoutCounts(
-            num_tokens=600,
             num_topk=3,
             num_experts=24,
             num_ranks=4,
@@ -95,7 +94,9 @@ def check_repeated_layout() -> None:
     with Buffer(None, engine="torch") as buffer:
         wanted = [buffer.get_dispatch_layout(topk_idx, 8) for topk_idx in draws]
         with local_kernels():
+            layout._shared_layout.cache_clear()
             found = [buffer.get_dispatch_layout(topk_idx, 8) for topk_idx in draws]
+            assert layout._shared_layout.cache_info().currsize == 2, "the number of tokens keeps no memory"
             fewer = buffer.get_dispatch_layout(draws[0].clamp_max(3), 4)
             assert len(buffer._repeats) == 4, "three shapes, and one number of experts"
             with pytest.raises(ConfigError, match="num_experts"):

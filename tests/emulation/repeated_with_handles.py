@@ -226,8 +226,8 @@ def check_plain_calls() -> None:
         for _ in range(2):
             assert len(buffer.dispatch_with_permute(**permuted)[3]) == case.num_experts // num_ranks
         buffer.update_template_config(num_local_experts=2 * case.num_experts // num_ranks)
-        assert len(buffer.dispatch_with_permute(**permuted)[3]) == 2 * case.num_experts // num_ranks
-        assert buffer.dispatch(inputs.x, topk_idx=inputs.topk_idx)[3].num_experts == 2 * case.num_experts
+        assert len(buffer.dispatch_with_permute(**permuted)[3]) == case.num_experts // num_ranks
+        assert buffer.dispatch(inputs.x, topk_idx=inputs.topk_idx)[3].num_experts == case.num_experts
         step(num_dispatched_tokens=case.max_tokens * num_ranks)
         taken()
         buffer.update_template_config(num_of_tokens_per_rank=160)

@@ -154,6 +154,10 @@ def test_repeated_calls_of_elastic_buffers(run_emulated: RunEmulated, case: Case
         run_emulated(case.num_ranks, UNREAD, "battery.elastic.check_repeats", case, "cpu", kind)
 
 
+def test_default_device(run_emulated: RunEmulated) -> None:
+    run_emulated(2, "battery.default_device.check_under_default_device", Case("default", 2, (9, 12)))
+
+
 def test_calls_enter_no_function_of_python(run_emulated: RunEmulated) -> None:
     run_emulated(2, "emulation.without_python.check_no_python")
 

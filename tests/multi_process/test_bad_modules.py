@@ -27,6 +27,10 @@ DIFFERENTIABLE: dict[str, tuple[Callable[[Buffer], Any], str]] = {
     "dispatch: no experts": (lambda b: MoEDispatch(b, 0), "num_experts is 0"),
     "combine: no buffer": (lambda b: MoECombine(None), "buffer is NoneType; allowed: a hybrid_ep.Buffer"),
     "combine: not a handle": (lambda b: MoECombine(b)(X, None), "handle is NoneType"),
+    "layer: a list": (
+        lambda b: MoELayer(b, hidden=H, ffn_hidden=4, num_experts=E, topk=2)([1.0]),
+        "x is list; allowed: a torch.Tensor",
+    ),
     "layer: no buffer": (
         lambda b: MoELayer(None, hidden=H, ffn_hidden=4, num_experts=E, topk=2),
         "buffer is NoneType; allowed: a hybrid_ep.Buffer",

@@ -72,7 +72,7 @@ NORMAL: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "weights of replicas: of numbers": (
         lambda b: b.lb_prefetch_weights([1.5], torch.ones(E, 4), TOPK),
-        "an element of redundant_expert_weights is float; allowed: a tensor",
+        "an element of redundant_expert_weights is float; allowed: a torch.Tensor",
     ),
     "size hint: group": (
         lambda b: ElasticBuffer.get_buffer_size_hint("world", 8, H),  # type: ignore[arg-type]

@@ -327,6 +327,34 @@ def test_another_is_lost_while_they_connect(cluster: VirtualCluster, sent: signa
             os.kill(cluster.process_id(2), signal.SIGKILL)
 
 
+def _recover_apart() -> tuple[str, tuple[int, ...]]:
+    """Ranks 1 and 2 do not reach each other, though both reach the store. Then rank 2 gives up."""
+    job = _lose(3)
+    connect = c10d.ProcessGroupGloo
+
+    def connect_apart(*given: Any, timeout: timedelta) -> Any:
+        if given[2] == 3:
+            raise RuntimeError("Connection refused")
+        c10d.ProcessGroupGloo = connect  # type: ignore[misc]
+        return connect(*given, timeout=timeout)
+
+    if job.buffer.rank in (1, 2):
+        c10d.ProcessGroupGloo = connect_apart  # type: ignore[assignment,misc]
+    with pytest.raises(TransportError) as apart:
+        recover(job.buffer, job.placement, _load_all, timeout_s=1.0)
+    if job.buffer.rank != 2:
+        job.take(recover(job.buffer, job.placement, _load_all, lost=(2, 3)))
+        assert step(job, 2) == ""
+    return str(apart.value), job.ranks
+
+
+def test_ranks_that_a_partition_separates_are_told_so(cluster: VirtualCluster) -> None:
+    cluster.start(_recover_apart)
+    for told, ranks in cluster.collect([0, 1], limit_s=120):
+        assert "Connection refused; all of these ranks reach the store, and some cannot reach each other" in told
+        assert ranks == (0, 1)
+
+
 def _recover_late(lag_s: float) -> tuple[int, ...]:
     """Rank 1 notices the loss by the timeout of a call that it begins when the others already recover."""
     job = _lose(3)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
@@ -68,6 +70,54 @@ def test_every_survivor_names_the_lost_rank(
         assert peer == VICTIM
         # Two waits at most: its own, and that for a survivor which is itself about to say whom it lost.
         assert waited < 2 * TIMEOUT_S + 2
+
+
+_STORE = """
+import sys, time
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+def _lose_with_a_stopped_store(port: int, process_id: int) -> tuple[list[str], list[int]]:
+    """The process of the store stops, and then rank 2 does not come to a dispatch."""
+    case, rank = Case("stopped", 3, 16, num_experts=12), dist.get_rank()
+    if rank == 3:
+        return [], []
+    dist.destroy_process_group()
+    store = dist.TCPStore("127.0.0.1", port, None, False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+    told, inputs = [], case.inputs(rank)
+    buffer = normal.make_buffer(case)
+    normal.dispatch(buffer, case, inputs)
+    dist.barrier()
+    if rank == 0:
+        os.kill(process_id, signal.SIGSTOP)
+    dist.barrier()
+    if rank == VICTIM:
+        time.sleep(3 * TIMEOUT_S)
+        return [], []
+    for _ in range(2):
+        with pytest.raises(TransportError) as error:
+            normal.dispatch(buffer, case, inputs)
+        told.append(str(error.value))
+    return told, sorted(buffer.lost)
+
+
+def test_an_error_says_that_the_store_did_not_answer(cluster: VirtualCluster) -> None:
+    with subprocess.Popen([sys.executable, "-c", _STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        try:
+            cluster.start(_lose_with_a_stopped_store, int(holder.stdout.readline()), holder.pid)
+            answers = cluster.collect([0, 1], limit_s=60)
+        finally:
+            holder.kill()
+    for told, lost in answers:
+        for text in told:
+            assert "the store did not answer; rank 2 stopped answering this rank (" in text
+        assert lost == [VICTIM]
 
 
 def _low_latency_without(case: Case, victim: int) -> tuple[int | None, list[int]]:

@@ -124,3 +124,15 @@ def test_a_routing_may_be_overwritten_after_the_call(
     combine = hybrid.combine if call == "dispatch" else hybrid.combine_with_unpermute
     _, summed = combine(hidden=hidden, probs=received, handle=handle)
     assert torch.equal(summed, probs)
+
+
+@pytest.mark.parametrize("call", HYBRID_CALLS)
+def test_a_call_without_experts_has_those_of_the_constructor(call: str) -> None:
+    """Whatever calls before it have named, and whatever the buffer was made large enough for."""
+    with HybridEPBuffer(None, H, T, E) as hybrid:
+        getattr(hybrid, call)(hidden=X, topk_idx=TOPK, num_of_experts=4 * E)
+        hybrid.update_template_config(num_local_experts=2 * E)
+        with pytest.raises(ConfigError, match=f"topk_idx is {2 * E - 1}; allowed: −1 … {E - 1}"):
+            getattr(hybrid, call)(hidden=X, topk_idx=TOPK + E)
+        handle = getattr(hybrid, call)(hidden=X, topk_idx=TOPK)[-1]
+        assert handle.num_experts == E

@@ -85,6 +85,23 @@ def _fork() -> tuple[int, str, bool]:
     return os.waitstatus_to_exitcode(status), told, bool(handle.num_recv)
 
 
+def _make_and_close(num_buffers: int) -> list[tuple[int, int]]:
+    """The threads and the open files of this rank after each `close`."""
+    case, held = Case("life", 2, 4), []
+    for _ in range(num_buffers):
+        with Buffer(engine="torch") as buffer:
+            normal.dispatch(buffer, case, case.inputs(dist.get_rank()))
+        held.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
+    return held
+
+
+def test_a_closed_buffer_holds_no_threads_and_no_sockets(two: VirtualCluster) -> None:
+    for held in two.run(_make_and_close, 6):
+        threads, files = zip(*held, strict=True)
+        assert max(threads) - min(threads) <= 1, held  # that of an access to the store may still end
+        assert len(set(files)) == 1, held
+
+
 def test_a_forked_child_is_told_so(two: VirtualCluster) -> None:
     for rank, (code, told, goes_on) in enumerate(two.run(_fork)):
         assert code == 7
@@ -109,9 +126,24 @@ print(len(rows), flush=True)
 """
 
 
-def test_a_program_ends_that_has_never_closed_its_buffer() -> None:
+_IN_A_CALL = """
+import threading
+
+def call():
+    while True:
+        buffer.dispatch_with_permute(hidden=x, topk_idx=topk_idx, num_of_experts=2)
+        has_called.set()
+
+has_called = threading.Event()
+threading.Thread(target=call, daemon=True).start()
+has_called.wait()
+"""
+
+
+@pytest.mark.parametrize("program", [_NEVER_CLOSED, _NEVER_CLOSED + _IN_A_CALL], ids=["idle", "another thread calls"])
+def test_a_program_ends_that_has_never_closed_its_buffer(program: str) -> None:
     store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
-    command = [sys.executable, "-c", _NEVER_CLOSED, str(store.port)]
+    command = [sys.executable, "-c", program, str(store.port)]
     ranks = [
         subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for rank in range(2)
@@ -183,8 +215,8 @@ def test_a_handle_of_an_elastic_buffer_is_copied_and_not_pickled() -> None:
             pickle.dumps(handle)
 
 
-def test_handles_are_copied_and_pickled() -> None:
-    """A copy of a handle combines what the handle does."""
+def test_handles_are_copied_and_not_pickled() -> None:
+    """A copy of a handle combines what the handle does. A pickled one would name memory that may be gone."""
     x, topk_idx = torch.ones(4, 128).bfloat16(), torch.tensor([[0, 1]] * 4)
     weights = torch.ones(4, 2)
     with Buffer(None, low_latency_mode=True) as buffer, HybridEPBuffer(None, 128, 4, 2) as hybrid:
@@ -195,7 +227,16 @@ def test_handles_are_copied_and_pickled() -> None:
         rows, *_, permute_handle = hybrid.dispatch_with_permute(
             hidden=x, topk_idx=topk_idx, topk_weights=weights, num_of_experts=2
         )
-        for again in (copy.copy, copy.deepcopy, lambda handle: pickle.loads(pickle.dumps(handle))):
+        handle_of_rows = hybrid.dispatch(hidden=x, topk_idx=topk_idx, topk_weights=weights, num_of_experts=2)[3]
+        handles = (normal_handle, latency_handle, permute_handle, handle_of_rows, permute_handle.permute)
+        names = ("DispatchHandle", "LowLatencyHandle", "PermutedHandle", "HybridHandle", "PermuteHandle")
+        for handle, name in zip(handles, names, strict=True):
+            for protocol in (0, pickle.HIGHEST_PROTOCOL):
+                refusal = f"^{name} cannot be pickled; allowed: the process that dispatched$"
+                with pytest.raises(ConfigError, match=refusal):
+                    pickle.dumps(handle, protocol)
+        for again in (copy.copy, copy.deepcopy):
+            assert torch.equal(hybrid.combine(hidden=x, handle=again(handle_of_rows))[0], x)
             assert torch.equal(buffer.combine(received, again(normal_handle))[0], x)
             assert torch.equal(buffer.low_latency_combine(blocks, topk_idx, weights, again(latency_handle))[0], 2 * x)
             assert torch.equal(hybrid.combine_with_unpermute(hidden=rows, handle=again(permute_handle))[0], 2 * x)

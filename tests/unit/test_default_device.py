@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,3 +93,21 @@ def test_tensors_stay_on_the_device_of_the_arguments(buffers: dict[Call, Any], c
     finally:
         torch.set_default_device(None)
     assert torch.equal(found, expected)
+
+
+def test_every_creation_names_a_device(tmp_path: Path) -> None:
+    """ci/devices.py finds one that does not."""
+    lint = Path(__file__).parents[2] / "ci/devices.py"
+    done = subprocess.run([sys.executable, lint], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "")
+    source = tmp_path / "made.py"
+    source.write_text(
+        "a = torch.zeros(2, pin_memory=True)\nb = torch.full((2,), 1, device=a.device)\n"
+        "c = self._torch.arange(\n    3)\nd = a.new_zeros(2)\ne = np.zeros(3)\n"
+    )
+    done = subprocess.run([sys.executable, lint, source], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stdout.splitlines() == [
+        f"{source}:1: torch.zeros without a device",
+        f"{source}:3: torch.arange without a device",
+    ]

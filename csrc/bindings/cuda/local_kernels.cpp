@@ -16,30 +16,33 @@ namespace {
 
 namespace py = pybind11;
 
-// The results of get_dispatch_layout, of one shape.
+// The results of get_dispatch_layout, of any number of tokens.
 class LayoutCounts {
  public:
-  LayoutCounts(int num_tokens, int num_topk, int num_experts, int num_ranks, int num_ranks_per_domain,
-               const py::object& device, int device_index, py::object current_stream, bool by_python)
-      : params_{nullptr, nullptr, nullptr, num_tokens, num_topk, num_experts, num_ranks, num_ranks_per_domain},
+  LayoutCounts(int num_topk, int num_experts, int num_ranks, int num_ranks_per_domain, const py::object& device,
+               int device_index, py::object current_stream, bool by_python)
+      : params_{nullptr, nullptr, nullptr, 0, num_topk, num_experts, num_ranks, num_ranks_per_domain},
         num_totals_(num_ranks + num_ranks / num_ranks_per_domain + num_experts),
         stride_((num_totals_ + kAlign - 1) / kAlign * kAlign),
         make_totals_({num_totals_}, {1}, dtype_of("int32"), device, by_python),
         make_chunk_({kTotalsOfChunk * stride_}, {1}, dtype_of("int32"), device, by_python),
-        make_in_rank_({num_tokens, num_ranks}, {num_ranks, 1}, dtype_of("bool"), device, by_python),
+        make_in_rank_({0, num_ranks}, {num_ranks, 1}, dtype_of("bool"), device, by_python),
         device_(device_index),
         stream_(device_index, std::move(current_stream)) {}
 
   // Takes top-k indices. Returns tokens per rank, per domain and per expert, and whether a token goes to a rank.
   py::object call(FastArguments arguments) {
     const uintptr_t topk_idx = address_of(arguments[0]);
+    const Py_ssize_t num_tokens = PyObject_Size(arguments[0]);
+    if (num_tokens < 0) throw py::error_already_set();
     cudaStream_t const stream = stream_.get();
     uintptr_t in_rank_at = 0, totals_at = 0;
-    const py::object in_rank = make_in_rank_.make(&in_rank_at);
+    const py::object in_rank = make_in_rank_.make_rows(num_tokens, &in_rank_at);
     const DeviceGuard guard(device_);
     const auto launch = [&](uintptr_t totals, bool are_zero) {
       LayoutParams params = params_;
       params.topk_idx = pointer<int64_t>(topk_idx);
+      params.num_tokens = static_cast<int>(num_tokens);
       params.totals = pointer<int32_t>(totals);
       params.is_token_in_rank = pointer<bool>(in_rank_at);
       launch_layout(params, are_zero, stream);
@@ -102,10 +105,9 @@ class LayoutCounts {
 
 void add_local_kernels(py::module_& module) {
   py::class_<LayoutCounts>(module, "LayoutCounts")
-      .def(py::init<int, int, int, int, int, const py::object&, int, py::object, bool>(), py::kw_only(),
-           py::arg("num_tokens"), py::arg("num_topk"), py::arg("num_experts"), py::arg("num_ranks"),
-           py::arg("num_ranks_per_domain"), py::arg("device"), py::arg("device_index"), py::arg("current_stream"),
-           py::arg("by_python") = false)
+      .def(py::init<int, int, int, int, const py::object&, int, py::object, bool>(), py::kw_only(), py::arg("num_topk"),
+           py::arg("num_experts"), py::arg("num_ranks"), py::arg("num_ranks_per_domain"), py::arg("device"),
+           py::arg("device_index"), py::arg("current_stream"), py::arg("by_python") = false)
       .def_property_readonly("call", &fast_call<&LayoutCounts::call, 1>);
   module.def(
       "can_run",

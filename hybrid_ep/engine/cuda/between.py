@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hybrid_ep import _cuda, env
 from hybrid_ep.core.board import Board
+from hybrid_ep.core.checks import packed
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.streams import current_raw_stream, is_capturing
 from hybrid_ep.engine.agreement import ABSENT
@@ -171,7 +172,7 @@ class CudaBetween(LowLatencyChoice):
         stream = self._begin_launch()
         if bound is None and is_capturing(self._index):
             raise ConfigError("a captured dispatch has no bound; allowed: num_worst_tokens")
-        topk_idx, num_experts = routing.topk_idx.contiguous(), routing.num_experts
+        topk_idx, num_experts = packed(routing.topk_idx), routing.num_experts
         planned = plan_dispatch_between(self.grid.rank, self.grid.num_ranks, shape_of(request, self.grid))
         plan, num_tokens = planned.native, planned.num_tokens
         again = ABSENT if request.again is None else state_of(request.again, BetweenRoute).number

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from hybrid_ep import _cuda
 from hybrid_ep.core.geometry import RankGrid
-from hybrid_ep.engine.blame import Blame
+from hybrid_ep.engine.blame import Blame, blamed
 from hybrid_ep.engine.cuda.faults import as_error, rank_of
 from hybrid_ep.engine.refusals import Refusals
 from hybrid_ep.errors import HybridEPError, TimeoutError, TransportError
@@ -60,7 +59,4 @@ class BetweenFaults:
         self._blame.write_lost(error.peer, others)
         if not isinstance(error, TimeoutError):
             return error
-        culprit = self._blame.find(error.peer, others=others)
-        if culprit == error.peer:
-            return error
-        return replace(error, peer=culprit, detail=f"rank {error.peer} gave up on it first")
+        return blamed(error, self._blame.find(error.peer, others=others))

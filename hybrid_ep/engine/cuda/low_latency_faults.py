@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import replace
 
 import torch
 
@@ -16,7 +15,7 @@ from hybrid_ep.core.board import Board
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.streams import is_capturing
 from hybrid_ep.engine.agreement import FIELDS, disagreement
-from hybrid_ep.engine.blame import Blame
+from hybrid_ep.engine.blame import Blame, blamed
 from hybrid_ep.engine.cuda.faults import as_error
 from hybrid_ep.engine.cuda.low_latency_region import Region, RegionsInUse
 from hybrid_ep.engine.losses import Losses
@@ -174,13 +173,14 @@ class LowLatencyFaults(abc.ABC):
             # Kernels that were waiting may report the peer, which the next call does not lose.
             torch.cuda.synchronize(self._device)
             self._forget_loss()
+        if culprit is None:
+            return blamed(error, None)
         theirs = self._regions_in_use.of(culprit)
         if region is not None and theirs is not None and theirs != region:
             return disagreement("arena", region, self._grid.rank, theirs, culprit)
-        if culprit == error.peer:
-            return error
-        self._blame.write_lost(culprit)
-        return replace(error, peer=culprit, detail=f"rank {error.peer} gave up on it first")
+        if culprit != error.peer:
+            self._blame.write_lost(culprit)
+        return blamed(error, culprit)
 
     def _new_blame(self) -> Blame:
         board = self._board

@@ -48,7 +48,7 @@ class LowLatencyMasks(LowLatencyFaults):
         self._has_stale_masks = False
         # The device's answer to the last `masks`: for each masked rank the round in which it was asked, otherwise 0. A
         # round begins whenever ranks are unmasked. The device holds its number, for replays of graphs.
-        self._told = torch.zeros(grid.num_ranks, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._told = torch.zeros(grid.num_ranks, dtype=torch.int32, pin_memory=device.type == "cuda", device="cpu")
         self._round, self._unmasked_in = 1, [1] * grid.num_ranks
         self._round_there = torch.ones(1, dtype=torch.int32, device=device)
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybrid_ep.core.checks import packed
 from hybrid_ep.core.config import Config
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.layout import Permutation, compute_layout, permutation_by_expert
@@ -297,7 +298,7 @@ class TorchEngine(Engine):
         num_ranks = self.grid.num_ranks
         same = {"num_experts": num_tokens_per_expert.numel()}
         self._begin("counts of experts", num_tokens_per_expert.device, same)
-        sent = num_tokens_per_expert.contiguous().view(num_ranks, -1)
+        sent = packed(num_tokens_per_expert).view(num_ranks, -1)
         received = torch.empty_like(sent)
         self._exchange.swap(
             "counts of experts",
@@ -350,7 +351,9 @@ class TorchEngine(Engine):
         (self._exchange.masked.update if masked else self._exchange.masked.difference_update)(ranks)
 
     def masked(self) -> Tensor:
-        return torch.tensor([int(r in self._exchange.masked) for r in range(self.grid.num_ranks)], dtype=torch.int32)
+        return torch.tensor(
+            [int(r in self._exchange.masked) for r in range(self.grid.num_ranks)], dtype=torch.int32, device="cpu"
+        )
 
     @one_at_a_time
     def clean(self) -> None:

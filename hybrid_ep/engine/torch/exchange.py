@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import NoReturn
 
@@ -22,10 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep.core.board import Board, Rendezvous, StoreLostError, rendezvous
+from hybrid_ep.core.checks import packed
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.engine.agreement import CALLS, FIELDS, encode, first_refusal, require_agreement
 from hybrid_ep.engine.base import Traffic
-from hybrid_ep.engine.blame import Blame
+from hybrid_ep.engine.blame import Blame, blamed
 from hybrid_ep.engine.refusals import Refusals
 from hybrid_ep.engine.torch.link import Link, uses_gloo
 from hybrid_ep.errors import ConfigError, TimeoutError, TransportError
@@ -184,7 +185,7 @@ class Exchange:
 
     def all_gather(self, step: str, tensor: Tensor, ranks: list[int], wait_stats: Tensor | None = None) -> Tensor:
         """Returns ``[len(ranks), *shape]``: the same small tensor from every rank of `ranks`."""
-        mine = tensor.contiguous()
+        mine = packed(tensor)
         gathered = mine.new_empty(len(ranks), *mine.shape)
         incoming = {r: _bytes(gathered[i]) for i, r in enumerate(ranks)}
         self.swap(step, dict.fromkeys(ranks, _bytes(mine)), incoming, wait_stats)
@@ -216,7 +217,7 @@ class Exchange:
             self._meet_again(ranks)
             return
         mine = encode({"buffer": self.number, "call": CALLS.index("barrier")})
-        numbers = torch.full((self.grid.num_ranks,), self._call_number)
+        numbers = torch.full((self.grid.num_ranks,), self._call_number, device="cpu")
         lag_s = self._lag_s if after_loss else 0.0
         headers, numbers = self._swap_headers(mine, numbers, ranks, torch.device("cuda"), None, lag_s)
         require_agreement(mine, self.grid.rank, dict(zip(ranks, headers, strict=True)))
@@ -265,8 +266,11 @@ class Exchange:
             self.barrier()
 
     def close(self) -> None:
-        """Closes the connections. Local."""
+        """Closes the connections, and returns when they and their threads are gone. Local."""
+        if self._link is not None:
+            self._link.close()
         self._link = None
+        self._blame.close()
 
     def _swap_headers(
         self,
@@ -369,24 +373,25 @@ class Exchange:
 
     def _raise(self, step: str, first: _Failure, timeout_s: float) -> NoReturn:
         """Raises the error, which names the rank that caused the failure."""
-        peer = self._blame.find(first.peer)
-        self._blame.write_lost(peer)
+        culprit = self._blame.find(first.peer)
         where, detail = f"{self._label}: {step}", str(first.error).splitlines()[0]
-        if peer != first.peer:
-            detail = f"rank {first.peer} gave up on it first"
-        error = TransportError(where, self.grid.rank, peer, detail)
+        error = TransportError(where, self.grid.rank, first.peer, detail)
         if "imed out" in str(first.error):
-            other = self._blame.other_buffer(peer)
+            error = TimeoutError(where, self.grid.rank, first.peer, detail, timeout_s=timeout_s)
+        error = blamed(error, culprit)
+        if culprit is not None:
+            self._blame.write_lost(culprit)
+            other = self._blame.other_buffer(culprit) if isinstance(error, TimeoutError) else None
             if other is not None:
                 detail = (
                     f"it has waited in a call of another buffer, whose number on the group is {other} there and "
                     f"{self.number} here; allowed: the same order on every rank, or a thread for each buffer"
                 )
-            error = TimeoutError(where, self.grid.rank, peer, detail, timeout_s=timeout_s)
+                error = replace(error, detail=detail)
         if self._link is not None:
-            self.close()
+            self._link = None
             self._may_go_on = self._reconnects
-            again = f"lost in an earlier call ({where}): {detail}"
+            again = f"lost in an earlier call ({where}): {error.detail}"
             if not self._reconnects:
                 again += "; allowed then: a new process group, and a buffer of it"
             self._lost = type(error)(**{**vars(error), "detail": again})
@@ -433,7 +438,7 @@ class Exchange:
     def _meet_again(self, ranks: list[int]) -> None:
         """Meets `ranks` under the first generation that has not been decided, and connects them."""
         assert self._board is not None
-        self.close()
+        self._link = None
         self._may_go_on = False
         generation = self._generation + 1
         try:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from hybrid_ep.core.board import Board
+from hybrid_ep.core.board import Board, StoreLostError
 from hybrid_ep.core.within import UnfinishedError, run_within
 
 __all__ = ["Link", "uses_gloo"]
@@ -33,7 +33,7 @@ _UNUSED_TAG = (1 << 30) + 1
 _MIN_CONNECT_S = 1.0  # processes that start together are some milliseconds apart
 _FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.05
 _MORE_S = 0.5  # for gloo to report by itself that it could not connect
-_LINGER_S = 3.0  # for how long connections outlive their link, so that a peer can read what is on its way
+_LINGER_S = 3.0  # for how long connections stay for a peer that does not close its own: it may still read from them
 
 
 def uses_gloo(group: dist.ProcessGroup) -> bool:
@@ -57,13 +57,29 @@ class Link:
     """
 
     def __init__(self, group: dist.ProcessGroup, members: list[int], rank: int, board: Board, timeout_s: float) -> None:
-        self.group, self.members, self._rank = group, members, rank
+        self.group, self.members, self._rank, self._board = group, members, rank, board
         self._index = {member: i for i, member in enumerate(members)}
         self._process_id = os.getpid()
         self._gloo: Any = None  # a ProcessGroupGloo; torch declares none of its methods
         if uses_gloo(group):
             limit_s = max(timeout_s, _MIN_CONNECT_S)
             self._gloo = _connected(_Addresses(board, limit_s), self._index[rank], len(members), limit_s)
+
+    def close(self) -> None:
+        """Returns when the connections and their threads are gone. Local.
+
+        Waits until all members close theirs, but not for long: one may still read what is on its way.
+        """
+        if self._gloo is None or os.getpid() != self._process_id:
+            return
+        deadline, pause = time.monotonic() + _LINGER_S, _FIRST_POLL_S
+        with contextlib.suppress(StoreLostError):  # its process has ended, or the store is stopped
+            num_closed = self._board.count("closed")
+            while num_closed < len(self.members) and time.monotonic() < deadline:
+                time.sleep(pause)
+                pause = min(2 * pause, _LAST_POLL_S)
+                num_closed = int(self._board.read("closed") or 0)
+        self._gloo = None
 
     def __del__(self) -> None:
         if self._gloo is None:
@@ -111,7 +127,9 @@ class Link:
             if self._gloo is None or peer == self._rank:
                 continue
             with contextlib.suppress(RuntimeError):  # also where this one is closed already
-                self._gloo.recv([torch.empty(1, dtype=torch.uint8)], index, _UNUSED_TAG).wait(timedelta(seconds=1e-3))
+                self._gloo.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], index, _UNUSED_TAG).wait(
+                    timedelta(seconds=1e-3)
+                )
 
     def _transfer_on_gpu(
         self, sends: dict[int, Tensor], receives: dict[int, Tensor]

@@ -126,7 +126,9 @@ class TorchLowLatency:
             if packed.scales is not None:
                 layout_of_rows.store_scales(packed.scales, expert, row, arrived[3][copies.row])
             src_info[expert, row] = arrived[2][copies.row, 0]
-            sources = torch.repeat_interleave(torch.tensor(ranks), torch.tensor(hop.recv_counts)).to(device)
+            sources = torch.repeat_interleave(
+                torch.tensor(ranks, device="cpu"), torch.tensor(hop.recv_counts, device="cpu")
+            ).to(device)
             counts = torch.zeros_like(layout_range)
             counts.index_put_((expert, sources[copies.row]), torch.ones_like(expert), accumulate=True)
             layout_range.copy_(((counts.cumsum(1) - counts) << 32) | counts)

@@ -106,7 +106,7 @@ class TorchMachine:
 
     def host_copy(self, gpu_idx: int, *, to_gpu: bool) -> float:
         torch, device = self._torch, self._devices[gpu_idx]
-        host = torch.empty(self._copy_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        host = torch.empty(self._copy_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda", device="cpu")
         inside = torch.empty(self._copy_bytes, dtype=torch.uint8, device=device)
         source, target = (host, inside) if to_gpu else (inside, host)
         return self._rate(lambda: target.copy_(source, non_blocking=True), [device])
@@ -134,7 +134,9 @@ class TorchMachine:
         torch = self._torch
         dtype = torch.bfloat16 if self._devices[0].type == "cuda" else torch.float32
         generator = torch.Generator().manual_seed(_SEED)
-        left, right = (torch.randn(self._size, self._size, generator=generator).to(dtype) for _ in range(2))
+        left, right = (
+            torch.randn(self._size, self._size, generator=generator, device="cpu").to(dtype) for _ in range(2)
+        )
         pairs = [(left.to(device), right.to(device)) for device in self._devices]
         sums: list[list[int]] = [[] for _ in self._devices]
         traces = [_Trace(device.index or 0, device.type == "cuda") for device in self._devices]
