@@ -83,7 +83,7 @@ def test_tokens_with_many_experts(run_emulated: RunEmulated) -> None:
     run_emulated(2, "battery.hybrid.check_plain", case)
 
 
-@_cases("two_ranks", "holes", "zero_tokens_on_one_rank")
+@_cases("two_ranks", "holes", "zero_tokens_on_one_rank", "all_holes")
 @pytest.mark.parametrize("check", ["check_compact", "check_expanded", "check_masked_decode"])
 def test_elastic_buffer(run_emulated: RunEmulated, case: Case, check: str) -> None:
     run_emulated(case.num_ranks, f"battery.elastic.{check}", case)
