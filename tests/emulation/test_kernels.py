@@ -465,12 +465,6 @@ def test_a_rank_that_does_not_come_to_copy_experts(run_emulated: RunEmulated, ha
     run_emulated(3, "emulation.experts.check_missing_rank", has_expert, has_plan)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_random_routings(run_emulated: RunEmulated, num_ranks: int) -> None:
-    """Buffers that are used again, for other shapes, with holes, bounds and numbers of SMs."""
-    run_emulated(num_ranks, "multi_gpu.random_routings.check_random_routings", 100, seed=5)
-
-
 @pytest.mark.parametrize("check", ["normal.check_round_trip", "low_latency.check_mixed_hooks"])
 def test_more_ranks_than_a_warp_has_lanes(run_emulated: RunEmulated, check: str) -> None:
     """A lane stands for several ranks."""
