@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -131,8 +132,13 @@ def expert_rows(case: Case, copies: list[Copy | None]) -> Tensor:
     return torch.stack(rows) if rows else torch.empty(0, case.hidden, dtype=torch.bfloat16)
 
 
-def expected_unpermuted(case: Case, rank: int, bias: tuple[Tensor, ...] = ()) -> Tensor:
-    """Copies on one rank are summed by expert, then column, and rounded once; then as a plain combine."""
+def expected_unpermuted(
+    case: Case, rank: int, bias: tuple[Tensor, ...] = (), dropped: Collection[Copy | None] = ()
+) -> Tensor:
+    """Copies on one rank are summed by expert, then column, and rounded once; then as a plain combine.
+
+    Copies in `dropped` count as zero.
+    """
     reference = case.reference()
     num_local = case.num_experts // case.num_ranks
 
@@ -141,7 +147,9 @@ def expected_unpermuted(case: Case, rank: int, bias: tuple[Tensor, ...] = ()) ->
         total = torch.zeros(case.hidden)
         for expert in range(dst * num_local, (dst + 1) * num_local):
             for column in (k for k, other in enumerate(named) if other == expert):
-                total += expert_row(case, Copy(src, token, column, expert)).float()
+                copy = Copy(src, token, column, expert)
+                if copy not in dropped:
+                    total += expert_row(case, copy).float()
         return total.to(torch.bfloat16)
 
     return reference.combined(rank, case.hidden, row, bias)
@@ -242,7 +250,10 @@ def check_permuted_cached(case: Case, device: str = "cpu") -> None:
 
 
 def check_overflow(case: Case, device: str = "cpu") -> None:
-    """A bound that is too small sets the flag (non-blocking), or every rank raises; what fits is still right."""
+    """A bound that is too small sets the flag (non-blocking), or every rank raises; what fits is still right.
+
+    What does not fit counts as zero in the combine.
+    """
     rank = dist.get_rank()
     copies = case.reference().permuted(rank)
     bound = max(0, len(copies) - 3)
@@ -254,6 +265,10 @@ def check_overflow(case: Case, device: str = "cpu") -> None:
         equal(
             hidden, permuted_rows(copies[:bound], [case.inputs(r).x for r in range(case.num_ranks)]), "permuted hidden"
         )
+        combined, _ = buffer.combine_with_unpermute(hidden=expert_rows(case, copies[:bound]).to(device), handle=handle)
+        of_ranks = [case.reference().permuted(r) for r in range(case.num_ranks)]
+        dropped = {copy for of_rank in of_ranks for copy in of_rank[max(0, len(of_rank) - 3) :]}
+        equal(combined, expected_unpermuted(case, rank, dropped=dropped), "combined hidden without the dropped rows")
         # Blocking, with too few rows at one rank.
         num_rows = [len(case.reference().permuted(r)) for r in range(case.num_ranks)]
         full = max(range(case.num_ranks), key=num_rows.__getitem__)

@@ -51,6 +51,7 @@ def install(module_path: str) -> None:
     }
     for name, fake in fakes.items():
         setattr(torch.cuda, name, fake)
+    torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign]
 
     from hybrid_ep.engine import select
     from hybrid_ep.engine.cuda import (

@@ -102,7 +102,7 @@ def test_tokens_with_many_experts(run_emulated: RunEmulated) -> None:
     run_emulated(2, "battery.hybrid.check_plain", case)
 
 
-@_cases("two_ranks", "holes", "zero_tokens_on_one_rank")
+@_cases("two_ranks", "holes", "zero_tokens_on_one_rank", "all_holes")
 @pytest.mark.parametrize("check", ["check_compact", "check_expanded", "check_masked_decode"])
 def test_elastic_buffer(run_emulated: RunEmulated, case: Case, check: str) -> None:
     run_emulated(case.num_ranks, f"battery.elastic.{check}", case)
@@ -486,12 +486,6 @@ def test_experts_that_are_pushed(run_emulated: RunEmulated, num_ranks: int, chec
 @pytest.mark.parametrize("has_expert", [False, True])
 def test_a_rank_that_does_not_come_to_copy_experts(run_emulated: RunEmulated, has_expert: bool, has_plan: bool) -> None:
     run_emulated(3, "emulation.experts.check_missing_rank", has_expert, has_plan)
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_random_routings(run_emulated: RunEmulated, num_ranks: int) -> None:
-    """Buffers that are used again, for other shapes, with holes, bounds and numbers of SMs."""
-    run_emulated(num_ranks, "multi_gpu.random_routings.check_random_routings", 100, seed=5)
 
 
 @pytest.mark.parametrize("check", ["normal.check_round_trip", "low_latency.check_mixed_hooks"])

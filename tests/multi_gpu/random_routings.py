@@ -1,22 +1,17 @@
-"""Random routings through one buffer, checked where they are drawn; shapes, formats, holes, bounds and SMs vary."""
+"""Random routings, which every rank draws for all, and checks of what a rank receives and gets back."""
 
 from __future__ import annotations
 
-import random
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import hybrid_ep
-from hybrid_ep.core.config import Config
-from hybrid_ep.core.quantize import CHANNELS_PER_SCALE, Fp8Format, cast_to_fp8
 from tests.battery.normal import equal
 
 __all__ = [
     "Tokens",
-    "check_random_routings",
     "check_received",
     "check_returned",
     "current_device",
@@ -115,35 +110,6 @@ def check_returned(combined: Tensor, home: Tensor, sent: Tokens, rank: int, labe
     _same(combined, want, f"{label}: combined_x")
     kept = torch.where(sent.topk_idx[rank] >= 0, sent.weights[rank], 0.0)
     _same(home, kept, f"{label}: combined_topk_weights")
-
-
-def check_random_routings(count: int) -> None:
-    """Every rank draws the same shapes."""
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    with hybrid_ep.Buffer(dist.group.WORLD, engine="cuda") as buffer:
-        for seed in range(count):
-            draw = random.Random(seed)
-            num_experts = num_ranks * draw.choice([1, 2, 5, 8, 32])
-            topk = draw.randint(1, min(num_experts, 12))
-            hidden = 8 * draw.choice([1, 3, 16, 64, 448])
-            tokens = [draw.choice([0, 1, 7, 64, draw.randint(0, 300)]) for _ in range(num_ranks)]
-            holes = draw.choice([0.0, 0.0, 0.3, 0.95])
-            bound = sum(tokens) + draw.randint(1, 9) if draw.random() < 0.5 else 0
-            config = Config(num_sms=draw.choice([1, 2, 7, 16, 24]))
-            sent = draw_tokens(seed, tokens, hidden, topk, num_experts, holes, repeats=draw.random() < 0.5)
-            result = dispatch(buffer, sent, rank, num_worst_tokens=bound, config=config)
-            combined, home, _ = buffer.combine(result[0], result[4], result[2], config=config)
-            check_received(result, sent, rank, f"seed {seed}", bound)
-            check_returned(combined, home, sent, rank, f"seed {seed}")
-            if hidden % CHANNELS_PER_SCALE == 0 and draw.random() < 0.5:
-                fmt = draw.choice([Fp8Format(), Fp8Format(round_scale=True, ue8m0=True)])
-                quantised = [cast_to_fp8(x, fmt) for x in sent.x]
-                (rows, scales), *rest = dispatch(
-                    buffer, sent._replace(x=quantised), rank, num_worst_tokens=bound, config=config
-                )
-                for part, received in enumerate((rows.view(torch.uint8), scales)):
-                    parts = [source[part].view(received.dtype) for source in quantised]
-                    check_received((received, *rest), sent._replace(x=parts), rank, f"seed {seed}, {fmt}", bound)
 
 
 def _same(got: Tensor, want: Tensor, what: str) -> None:

@@ -15,10 +15,11 @@ from hybrid_ep.testing.cluster import VirtualCluster
 from tests.battery import grouped, hybrid, normal, other_calls, refused_low_latency, refused_normal
 from tests.battery.cases import CASES, Case
 from tests.battery.cases import select as select_cases
+from tests.battery.fuzz import check_seeds, seed_blocks
 from tests.conftest import RunRanks
 from tests.emulation.layout import check_probs
 from tests.emulation.small_slots import check_with_small_slots
-from tests.multi_gpu import behaviour, capacity, late_errors, random_routings, refusals, subgroups
+from tests.multi_gpu import behaviour, capacity, late_errors, refusals, subgroups
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="no GPU is visible")]
@@ -122,8 +123,9 @@ def test_subgroups(run_gpus: RunRanks, members: list[list[int]], check: Callable
     run_gpus(4, check, members)
 
 
-def test_random_routings(run_gpus: RunRanks) -> None:
-    run_gpus(NUM_GPUS, random_routings.check_random_routings, 2000)
+@seed_blocks(12, 200)
+def test_plans(run_gpus: RunRanks, seeds: range) -> None:
+    run_gpus(NUM_GPUS, check_seeds, seeds, "cuda")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch
 from tests.battery import bounds, copied_handles, hybrid, low_latency, normal, other_calls
 from tests.battery.cases import CASES, LOW_LATENCY_CASES, Case
 from tests.battery.cases import select as select_cases
+from tests.battery.fuzz import check_seeds, seed_blocks
 from tests.conftest import RunRanks
 from tests.multi_gpu import subgroups
 from tests.multi_process import trainers
@@ -153,6 +154,12 @@ def test_tokens_with_many_experts(run_ranks: RunRanks) -> None:
 def test_trainers(run_ranks: Callable[..., list[dict[str, torch.Tensor]]], name: str) -> None:
     num_ranks, trainer, args = TRAINERS[name]
     compare(run_ranks(num_ranks, trainers.on_each_rank, trainer, *args), STEPS.get(name, 8))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4], ids="{}_ranks".format)
+@seed_blocks(4, 40)
+def test_plans(run_ranks: RunRanks, num_ranks: int, seeds: range) -> None:
+    run_ranks(num_ranks, check_seeds, seeds, "cuda")
 
 
 def test_forty_ranks_low_latency(run_ranks: RunRanks) -> None:

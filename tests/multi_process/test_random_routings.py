@@ -1,12 +1,17 @@
-"""Random routings, geometries and sizes, drawn by hypothesis, against the reference."""
+"""Random routings, geometries and sizes, drawn by hypothesis, against the reference; and random plans of calls.
+
+The reference has its own code, so the torch engine can be the oracle of the other engines (battery/fuzz.py).
+"""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tests.battery import hybrid, low_latency, normal
 from tests.battery.cases import Case
+from tests.battery.fuzz import check_seeds, seed_blocks
 from tests.conftest import RunRanks
 
 
@@ -50,3 +55,10 @@ def test_low_latency(run_ranks: RunRanks, case: Case) -> None:
     most = max(len(rows) for rank in range(case.num_ranks) for rows in low_latency.expert_copies(case, rank))
     assume(most <= case.max_tokens * case.num_ranks)
     run_ranks(case.num_ranks, low_latency.check_low_latency, case, "bf16")
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)], ids="{}_ranks".format)
+@seed_blocks(3, 40)
+def test_plans(run_ranks: RunRanks, num_ranks: int, seeds: range) -> None:
+    """Layouts of tensors, a default device, and what came before change no bit."""
+    run_ranks(num_ranks, check_seeds, seeds)

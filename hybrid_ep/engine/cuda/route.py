@@ -82,7 +82,7 @@ class PermuteState:
 
     def rows_of_copies(self, num_recv: int, num_topk: int) -> Tensor:
         """``[N, K]`` int32, as the kernel wrote it; rows that did not arrive are undefined. On the current stream."""
-        return self.chunk.ints(self.address, 0, num_recv * num_topk).view(num_recv, -1)
+        return self.chunk.ints(self.address, 0, num_recv * num_topk).view(num_recv, num_topk)
 
     def begin_combine(self, communicator: _cuda.Communicator, num_recv: int, num_topk: int, stream: int) -> None:
         """Must be called before a combine on `stream`, the current one: each communicator numbers its own."""
