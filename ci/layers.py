@@ -34,9 +34,10 @@ PYTHON: list[list[str]] = [
     ["transport"],
     ["topology"],
     ["testing"],
+    ["quantize"],
     ["core"],
     ["env", "inputs", "outputs"],
-    ["errors", "_version", "_moved"],
+    ["errors", "_version"],
     ["_C", "_cuda", "_nvml", "_nvshmem", "_verbs"],
 ]
 CXX: list[list[str]] = [

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import hybrid_ep
 from hybrid_ep.core.config import Config
-from hybrid_ep.core.quantize import CHANNELS_PER_SCALE, Fp8Format, cast_to_fp8
+from hybrid_ep.quantize import CHANNELS_PER_SCALE, Fp8Format, cast_to_fp8
 from tests.battery.normal import equal
 
 __all__ = [
