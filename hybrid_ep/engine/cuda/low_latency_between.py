@@ -1,4 +1,4 @@
-"""Low-latency calls of the cuda engine for several domains; docs/internals/low_latency_between.md describes them.
+"""Low-latency calls of the cuda engine for several domains; docs/internals/low_latency.md describes them.
 
 Every call is that of one domain, with a launch beside it that ships rows to the peers or forwards theirs. So only the
 region differs: it has a link. The link joins this rank to its peer in each other domain, which forwards to the ranks
