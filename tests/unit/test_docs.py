@@ -148,6 +148,12 @@ def test_messages_are_those_of_the_code() -> None:
 
 
 @each_page
+def test_prose_names_no_commit(page: Path) -> None:
+    words = re.findall(r"\b[0-9a-f]{7,40}\b", re.sub(r"`[^`]*`", "", prose(page)))
+    assert [word for word in words if re.search("[a-f]", word) and re.search("[0-9]", word)] == []
+
+
+@each_page
 def test_blocks_have_lines_of_their_own(page: Path) -> None:
     assert not re.findall(r"^\s*```.*```", text_of(page), re.M)
 
