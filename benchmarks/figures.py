@@ -57,8 +57,9 @@ def file_name(report: BenchReport, device: str, only: tuple[str, ...]) -> str:
     """``h200_2gpu`` or ``2cpu``, after `only` with the names of the groups."""
     if device == "cpu":
         return "_".join([f"{report.num_ranks}cpu", *only])
-    (gpu, *_) = re.findall(r"[A-Z]+\d+\w*", report.device)
-    return "_".join([f"{gpu.lower()}_{report.num_ranks}gpu", *only])
+    model = re.search(r"\b[A-Z]+\d+\w*", report.device)
+    gpu = re.sub(r"\W+", "_", model[0] if model else report.device).lower()
+    return "_".join([f"{gpu}_{report.num_ranks}gpu", *only])
 
 
 @click.command(help=__doc__.splitlines()[0])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from benchmarks.figures import file_name
 from hybrid_ep.bench.command import print_to_terminal
 from hybrid_ep.bench.figures import draw
 from hybrid_ep.bench.machine import command_line
@@ -231,6 +232,18 @@ def test_figures_have_four_digits() -> None:
     thirds = [rank(i, dispatch=times(10 / 3), combine=times(1)) for i in range(2)]
     (outcome, _) = report(summarize(PLAN, None, [thirds, thirds])).to_json()["outcomes"]
     assert (outcome["operations"][0]["median_us"], outcome["operations"][0]["p99_us"]) == (3.333, [3.333, 3.333])
+
+
+@pytest.mark.parametrize(
+    ("device", "only", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", (), "h100_2gpu"),
+        ("NVIDIA GB200", ("low_latency",), "gb200_2gpu_low_latency"),
+        ("NVIDIA RTX 6000 Ada", (), "nvidia_rtx_6000_ada_2gpu"),
+    ],
+)
+def test_file_of_results_is_named_by_the_gpu(device: str, only: tuple[str, ...], name: str) -> None:
+    assert file_name(replace(report(), device=device), "cuda", only) == name
 
 
 def test_command_line_has_the_variables_of_this_library(monkeypatch: pytest.MonkeyPatch) -> None:
