@@ -9,7 +9,7 @@ ARCH ?= $(shell uname -m)
 export HYBRID_EP_STRICT ?= $(if $(filter true,$(CI)),on,off)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-all test-consumers lint type format wheel image image-test image-scan test-bare test-gpu bench docs validate clean
+.PHONY: help setup demo test test-fast test-all test-consumers lint type format wheel image image-test image-scan test-bare test-gpu bench chart docs validate clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -72,6 +72,10 @@ test-gpu: ## On a GPU host whose PYTHON has torch: build, then hold the cuda eng
 
 bench: ## On a GPU host whose PYTHON has torch: measure, beside the wire's limit, into benchmarks/results
 	ci/bench.sh $(PYTHON)
+
+chart: setup ## Build the Helm chart from the kustomize tree into out/chart/hybrid-ep, and package it beside
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python ci/chart.py out/chart/hybrid-ep
+	$(BIN)/helm package --destination out/chart out/chart/hybrid-ep
 
 docs: setup ## Build the documentation site into out/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict

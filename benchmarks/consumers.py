@@ -37,8 +37,8 @@ from hybrid_ep.bench.launch import find_launcher, open_ranks
 from hybrid_ep.bench.machine import device_name, rank_device, versions
 from hybrid_ep.bench.measure import anywhere
 from hybrid_ep.bench.timing import time_calls
-from hybrid_ep.core.quantize import cast_from_fp8, cast_to_fp8
 from hybrid_ep.outputs import OutputFolder
+from hybrid_ep.quantize import cast_from_fp8, cast_to_fp8
 from hybrid_ep.testing.workload import Workload, make_batch
 
 __all__ = ["PATHS", "Settings", "Way", "main", "measure", "ways_of"]

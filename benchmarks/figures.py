@@ -2,21 +2,23 @@
 
     python benchmarks/figures.py [--ranks 4 --ranks 2] [--quick] [--only figures] [--out benchmarks/results]
 
-Plans only: `hybrid-ep bench` checks, times, compares with the wire, tabulates and draws. Each group of plans becomes
-NAME_{ranks}gpu.json, .md and .png.
+Plans only: `hybrid-ep bench` checks, times, and compares with the wire. All groups of plans become one file of each
+machine: GPU_{ranks}gpu.json, after --only with the names of the groups.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import torch
 
-from hybrid_ep.bench.command import measure_with_progress, print_to_terminal, write_report
+from hybrid_ep.bench.command import measure_with_progress, print_to_terminal, write_document
 from hybrid_ep.bench.launch import open_ranks
 from hybrid_ep.bench.plan import BenchPlan, Candidate, default_workload_sizes
+from hybrid_ep.bench.results import BenchReport
 from hybrid_ep.testing.workload import Workload
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -43,12 +45,21 @@ def plans_of(group: str, device: str, *, quick: bool) -> Iterator[BenchPlan]:
             yield plan("permute", dtype)
             yield plan("normal", dtype, routing="hot")
         elif group == "batch_sizes":
-            for tokens in (256, 4096) if quick else (256, 1024, 4096, 8192, 32768):
+            for tokens in (256,) if quick else (256, 1024, 8192, 32768):  # figures has 4096
                 yield plan("normal", dtype, tokens=tokens)
         else:
             experts = {"experts": LOW_LATENCY_EXPERTS} if device == "cuda" else {}
             for tokens in (1, 128) if quick else (1, 8, 64, 128, 512):
                 yield plan("low-latency", dtype, sms=(None,), tokens=tokens, **experts)
+
+
+def file_name(report: BenchReport, device: str, only: tuple[str, ...]) -> str:
+    """``h200_2gpu`` or ``2cpu``, after `only` with the names of the groups."""
+    if device == "cpu":
+        return "_".join([f"{report.num_ranks}cpu", *only])
+    model = re.search(r"\b[A-Z]+\d+\w*", report.device)
+    gpu = re.sub(r"\W+", "_", model[0] if model else report.device).lower()
+    return "_".join([f"{gpu}_{report.num_ranks}gpu", *only])
 
 
 @click.command(help=__doc__.splitlines()[0])
@@ -67,12 +78,12 @@ def main(
     ok = True
     for num_ranks in numbers:
         with open_ranks(num_ranks, device, None) as run:
-            for group in only or GROUPS:
-                report = measure_with_progress(list(plans_of(group, device, quick=quick)), run)
-                print_to_terminal(report)
-                if out is not None:
-                    write_report(report, out, f"{group}_{num_ranks}{'gpu' if device == 'cuda' else 'cpu'}")
-                ok = ok and report.ok
+            plans = [one for group in only or GROUPS for one in plans_of(group, device, quick=quick)]
+            report = measure_with_progress(plans, run)
+            print_to_terminal(report)
+            if out is not None:
+                write_document(report, out, file_name(report, device, only))
+            ok = ok and report.ok
     ctx.exit(0 if ok else 1)
 
 

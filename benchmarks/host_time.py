@@ -31,7 +31,7 @@ import hybrid_ep
 from hybrid_ep.bench.machine import rank_device
 from hybrid_ep.bench.results import percentile
 from hybrid_ep.bench.timing import time_host, time_until_done
-from hybrid_ep.core.quantize import cast_to_fp8
+from hybrid_ep.quantize import cast_to_fp8
 from hybrid_ep.testing.cluster import VirtualCluster
 
 _NUM_SKIPPED = 2

@@ -2,7 +2,7 @@
 
     python benchmarks/model.py [--simulate]
 
-Prints the tables of docs/measured/model.md.
+Prints what docs/figures_h100.md sums up.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ PUBLISHED = (
 
 
 class Paced(NamedTuple):
-    """Calls over loopback with the rate of a NIC, on four H100: docs/measured/h100.md has commit and date.
+    """Calls over loopback with the rate of a NIC, on four H100: docs/figures_h100.md has them too.
 
     Attributes:
         num_domains: D.

@@ -1,6 +1,6 @@
-"""Tables of docs/measured that repeat figures of benchmarks/results: `python -m benchmarks.tables` writes them again.
+"""Tables of the pages of figures, made of benchmarks/results: `python -m benchmarks.tables` writes them again.
 
-A comment `<!-- table: NAME GPUS -->` on a page stands before the table that is replaced.
+A comment `<!-- table: NAME FILE... -->` on a page stands before the table that is replaced.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
-PAGES = [ROOT / "docs/measured" / name for name in ("cuda_engine.md", "low_latency.md")]
-GPUS = (2, 4, 8)
-_TABLE = re.compile(r"(<!-- table: (\w+)((?: \d+)?) -->\n\n)(?:\|.*\n)*")
+PAGES = [ROOT / "docs" / name for name in ("figures_h200.md", "figures_h100.md")]
+_TABLE = re.compile(r"(<!-- table: (\w+)((?: \w+)+) -->\n\n)(?:\|.*\n)*")
 
 TOKENS = (1, 8, 64, 128, 512)
 LOW_LATENCY = [  # label, dtype of the dispatch, operation
@@ -42,37 +41,41 @@ WIRE = [  # label, dtype, operation; none is the wire alone
     ("dispatch FP8", "fp8", "dispatch"),
     ("without a sync", "fp8", "dispatch: no sync"),
 ]
-SHAPES = [  # label, file, its plan, operation
-    ("dispatch bf16, by expert", "figures", {"mode": "permute", "dtype": "bf16"}, "dispatch"),
-    ("dispatch FP8, by expert", "figures", {"mode": "permute", "dtype": "fp8"}, "dispatch"),
-    ("combine bf16, by expert", "figures", {"mode": "permute", "dtype": "bf16"}, "combine"),
-    ("dispatch bf16, one hot expert", "figures", {"routing": "hot", "dtype": "bf16"}, "dispatch"),
-    ("combine bf16, one hot expert", "figures", {"routing": "hot", "dtype": "bf16"}, "combine"),
-    ("dispatch bf16, 32,768 tokens", "batch_sizes", {"num_tokens": 32768, "dtype": "bf16"}, "dispatch"),
-    ("combine bf16, 32,768 tokens", "batch_sizes", {"num_tokens": 32768, "dtype": "bf16"}, "combine"),
-    ("dispatch bf16, 256 tokens", "batch_sizes", {"num_tokens": 256, "dtype": "bf16"}, "dispatch"),
-    ("the same without a sync", "batch_sizes", {"num_tokens": 256, "dtype": "bf16"}, "dispatch: no sync"),
-    ("combine bf16, 256 tokens", "batch_sizes", {"num_tokens": 256, "dtype": "bf16"}, "combine"),
+# label, plan, operation
+SHAPES: list[tuple[str, dict[str, object], str]] = [
+    ("dispatch bf16, by expert", {"mode": "permute", "dtype": "bf16"}, "dispatch"),
+    ("dispatch FP8, by expert", {"mode": "permute", "dtype": "fp8"}, "dispatch"),
+    ("combine bf16, by expert", {"mode": "permute", "dtype": "bf16"}, "combine"),
+    ("dispatch bf16, one hot expert", {"mode": "normal", "routing": "hot", "dtype": "bf16"}, "dispatch"),
+    ("combine bf16, one hot expert", {"mode": "normal", "routing": "hot", "dtype": "bf16"}, "combine"),
+]
+BATCHES: list[tuple[str, dict[str, object], str]] = [
+    ("dispatch bf16, 32,768 tokens", {"mode": "normal", "num_tokens": 32768, "dtype": "bf16"}, "dispatch"),
+    ("combine bf16, 32,768 tokens", {"mode": "normal", "num_tokens": 32768, "dtype": "bf16"}, "combine"),
+    ("dispatch bf16, 256 tokens", {"mode": "normal", "num_tokens": 256, "dtype": "bf16"}, "dispatch"),
+    ("the same without a sync", {"mode": "normal", "num_tokens": 256, "dtype": "bf16"}, "dispatch: no sync"),
+    ("combine bf16, 256 tokens", {"mode": "normal", "num_tokens": 256, "dtype": "bf16"}, "combine"),
 ]
 
 
 @cache
-def _results(file: str, gpus: int) -> Any:
-    return json.loads((RESULTS / f"{file}_{gpus}gpu.json").read_text())
+def results(file: str) -> Any:
+    """The document of one file."""
+    return json.loads((RESULTS / f"{file}.json").read_text())
 
 
-def measured(file: str, gpus: int, operation: str, *, num_sms: int | None, wire: bool = False, **plan: object) -> Any:
+def measured(file: str, operation: str, *, num_sms: int | None, wire: bool = False, **plan: object) -> Any:
     """The one operation of `file` whose plan and workload have the values of `plan`; KeyError if there is not one."""
     found = [
         candidate
-        for outcome in _results(file, gpus)["wire" if wire else "outcomes"]
+        for outcome in results(file)["wire" if wire else "outcomes"]
         if num_sms in (None, outcome["candidate"]["num_sms"])
         and all((outcome["plan"] | outcome["plan"]["workload"])[name] == value for name, value in plan.items())
         for candidate in outcome["operations"]
         if candidate["name"] == operation
     ]
     if len(found) != 1:
-        raise KeyError(f"{file}_{gpus}gpu: {len(found)} times {operation!r} with {num_sms} SMs and {plan}")
+        raise KeyError(f"{file}: {len(found)} times {operation!r} with {num_sms} SMs and {plan}")
     return found[0]
 
 
@@ -86,49 +89,72 @@ def _rows(header: list[str], rows: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def low_latency(gpus: int) -> str:
+def low_latency(file: str) -> str:
     """Medians by call and tokens, and the wire with 128 tokens beside the three calls."""
+    plan = {"mode": "low-latency"}
     rows = []
     for label, dtype, operation in LOW_LATENCY:
         cells = [
-            _us(measured("low_latency", gpus, operation, num_sms=None, dtype=dtype, num_tokens=tokens))
-            for tokens in TOKENS
+            _us(measured(file, operation, num_sms=None, dtype=dtype, num_tokens=tokens, **plan)) for tokens in TOKENS
         ]
         call = operation.partition(":")[0]
-        push = measured("low_latency", gpus, call, num_sms=None, wire=True, dtype=dtype, num_tokens=128)
+        push = measured(file, call, num_sms=None, wire=True, dtype=dtype, num_tokens=128, **plan)
         rows.append([label, *cells, _us(push) if label.endswith(", in a graph") else ""])
-    return _rows([f"µs, {gpus} GPUs", "1 token", *map(str, TOKENS[1:]), "the wire, 128"], rows)
+    return _rows([f"µs, {results(file)['num_ranks']} GPUs", "1 token", *map(str, TOKENS[1:]), "the wire, 128"], rows)
 
 
-def wire(gpus: int) -> str:
+def wire(file: str) -> str:
     """Medians of 4096 tokens by SMs, beside the push of the same rows."""
-    plan = {"mode": "normal", "routing": "uniform"}
+    plan = {"mode": "normal", "routing": "uniform", "num_tokens": 4096}
     rows = [
         [str(num_sms)]
         + [
-            _us(measured("figures", gpus, name or "dispatch", num_sms=num_sms, wire=name is None, dtype=dtype, **plan))
+            _us(measured(file, name or "dispatch", num_sms=num_sms, wire=name is None, dtype=dtype, **plan))
             for _, dtype, name in WIRE
         ]
         for num_sms in (8, 12, 16, 24, 32)
     ]
-    return _rows(["SMs", *(label for label, _, _ in WIRE)], rows)
+    return _rows([f"SMs, {results(file)['num_ranks']} GPUs", *(label for label, _, _ in WIRE)], rows)
 
 
-def shapes() -> str:
-    """Other calls with 16 SMs: µs and GB/s of received rows for each number of GPUs."""
+def _with_16_sms(calls: list[tuple[str, dict[str, object], str]], files: tuple[str, ...]) -> str:
+    """µs and GB/s of received rows in each file, with 16 SMs."""
     rows = []
-    for label, file, plan, operation in SHAPES:
-        found = [measured(file, gpus, operation, num_sms=16, **plan) for gpus in GPUS]
+    for label, changes, operation in calls:
+        plan = {"num_tokens": 4096, "routing": "uniform"} | changes
+        found = [measured(file, operation, num_sms=16, **plan) for file in files]
         rows.append([label, *(cell for one in found for cell in (_us(one), f"{one['gbps']:.0f}"))])
-    return _rows(["16 SMs", *(name for gpus in GPUS for name in (f"{gpus} GPUs: µs", "GB/s"))], rows)
+    gpus = (results(file)["num_ranks"] for file in files)
+    return _rows(["16 SMs", *(name for number in gpus for name in (f"{number} GPUs: µs", "GB/s"))], rows)
 
 
-TABLES = {"low_latency": low_latency, "wire": wire, "shapes": shapes}
+def shapes(*files: str) -> str:
+    """Calls by expert, and one hot expert."""
+    return _with_16_sms(SHAPES, files)
+
+
+def batches(*files: str) -> str:
+    """Large and small batches."""
+    return _with_16_sms(BATCHES, files)
+
+
+def runs(*files: str) -> str:
+    """What was measured: a row for each file."""
+    rows = []
+    for file in files:
+        about = results(file)
+        versions = about["versions"]
+        used = f"driver {versions['driver']}, torch {versions['torch'].partition('+')[0]}, CUDA {versions['CUDA']}"
+        rows.append([f"[{file}](../benchmarks/results/{file}.json)", str(about["num_ranks"]), about["date"], used])
+    return _rows(["file", "GPUs", "date", "software"], rows)
+
+
+TABLES = {"low_latency": low_latency, "wire": wire, "shapes": shapes, "batches": batches, "runs": runs}
 
 
 def with_tables(page: str) -> str:
     """The page with each marked table as the results have it."""
-    return _TABLE.sub(lambda found: found[1] + TABLES[found[2]](*map(int, found[3].split())), page)
+    return _TABLE.sub(lambda found: found[1] + TABLES[found[2]](*found[3].split()), page)
 
 
 if __name__ == "__main__":

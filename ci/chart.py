@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Writes the Helm chart's files from the kustomize tree: `python ci/chart.py [--check]`.
+"""Builds the Helm chart into a folder: `python ci/chart.py FOLDER`, or `make chart`.
 
-The chart holds no manifest of its own. Each file in charts/hybrid-ep/files is what kustomize makes of an overlay whose
-settings are placeholders; the chart's templates put the values there. `--check` compares and exits with 1.
+charts/hybrid-ep has templates and values, and no manifest. Each of the `files` that are added here is what kustomize
+makes of an overlay whose settings are placeholders; the templates put the values there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = ROOT / "charts" / "hybrid-ep" / "files"
+CHART = ROOT / "charts" / "hybrid-ep"
 # What kustomize gets for a setting, and the word that then takes its place: numbers have to be numbers for kustomize.
 PLACEHOLDERS: dict[str, tuple[str | int, str]] = {
     "image": ("__IMAGE__", "__IMAGE__"),
@@ -78,20 +78,18 @@ def files() -> dict[str, str]:
     return found
 
 
-def main() -> None:
-    """Writes, or compares."""
+def main(folder: Path) -> None:
+    """Writes the whole chart to `folder`, in place of what is there."""
     made = files()
-    there = {str(path.relative_to(FILES)): path.read_text() for path in FILES.rglob("*.yaml")}
-    if "--check" in sys.argv[1:]:
-        wrong = sorted(name for name in made.keys() | there.keys() if made.get(name) != there.get(name))
-        if wrong:
-            raise SystemExit(f"not what kustomize makes: {', '.join(wrong)}; run: python ci/chart.py")
-        return
-    shutil.rmtree(FILES, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(CHART, folder)
     for name, content in made.items():
-        (FILES / name).parent.mkdir(parents=True, exist_ok=True)
-        (FILES / name).write_text(content)
+        path = folder / "files" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
 
 
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) != 2:
+        raise SystemExit("usage: python ci/chart.py FOLDER")
+    main(Path(sys.argv[1]))

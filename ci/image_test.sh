@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds `cpu` and `build` for both architectures and runs what came out, arm64 under emulation: ci/image_test.sh
-# This takes long (docs/images.md has the times), so `make test` has a shorter one. The log is .work/image/image-test.log.
+# This takes long, so `make test` has a shorter one. The log is .work/image/image-test.log.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 mkdir -p .work/image

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
-from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from hybrid_ep import env
-
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+# mkdocs loads this file by its path.
+from ci.pages import PICTURES, pages  # noqa: E402
+
 OUTSIDE = (
     "README.md",
     "CHANGELOG.md",
@@ -49,7 +52,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         for path in sorted(ROOT.glob(pattern)):
             source = str(path.relative_to(ROOT))
             files.append(File.generated(config, site_path(source), abs_src_path=str(path)))
-    files.append(File.generated(config, "reference/environment.md", content=_environment()))
+    for name, text in pages().items():
+        files.append(File.generated(config, name, content=text))
+    for name, draw in PICTURES.items():
+        files.append(File.generated(config, name, content=draw()))
     return files
 
 
@@ -59,7 +65,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     def relink(found: re.Match[str]) -> str:
         mark, text, target = found.groups()
         file, hash_mark, anchor = target.partition("#")
-        if re.match(r"\w+:", target) or not file or page.file.src_uri == "reference/environment.md":
+        if re.match(r"\w+:", target) or not file:
             return found[0]
         linked = os.path.normpath(os.path.join(os.path.dirname(source), file))
         if (ROOT / linked).is_dir() and files.get_file_from_path(site_path(f"{linked}/README.md")):
@@ -71,17 +77,3 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"{mark}[{text}]({relative}{hash_mark}{anchor})"
 
     return _LINK.sub(relink, markdown)
-
-
-def _environment() -> str:
-    """The table of environment variables, from the one that the code reads."""
-    lines = ["# Environment variables", "", "`hybrid-ep env` prints this table with the values in force.", ""]
-    for phase, title in (("run", "Read by the package"), ("build", "Read by the build")):
-        rows: list[list[Any]] = [
-            [f"`{v.name}`", "unset" if v.default is None else f"`{v.default}`", v.allowed, v.effect]
-            for v in env.VARIABLES
-            if v.phase == phase
-        ]
-        lines += [f"## {title}", "", "| variable | default | takes | effect |", "|---|---|---|---|"]
-        lines += [f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in row)} |" for row in rows] + [""]
-    return "\n".join(lines)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hybrid_ep import _moved
 from hybrid_ep._version import __version__
 from hybrid_ep.errors import (
     ClosedError,
@@ -84,8 +83,6 @@ _HOME = {
 }
 _BY_NAME = ("OverflowError", "TimeoutError")  # `import *` would replace the built-in ones
 _SUBMODULES = ("nn", "quantize")
-
-_moved.install()
 
 
 def __getattr__(name: str) -> Any:

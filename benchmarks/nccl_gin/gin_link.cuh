@@ -1,5 +1,5 @@
 // The device side of a link between domains over NCCL's device API for networks (GIN): a spike, compiled and not
-// shipped. docs/design/nccl_gin.md says what is missing. Verbs and order are those of ProxyLink
+// shipped. docs/reasons.md says what is missing. Verbs and order are those of ProxyLink
 // (csrc/transport/link.cuh).
 //
 //     put_signal   put of the chunk, whose completion adds to the flag: the flag then stands behind its chunk

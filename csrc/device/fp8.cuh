@@ -1,4 +1,4 @@
-// bf16 to e4m3 with one scale for 128 channels: bit for bit the arithmetic of hybrid_ep/core/quantize.py.
+// bf16 to e4m3 with one scale for 128 channels: bit for bit the arithmetic of hybrid_ep/quantize.py.
 #pragma once
 
 #include <cuda_fp8.h>

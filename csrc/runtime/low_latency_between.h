@@ -1,7 +1,7 @@
 // The low-latency calls of several domains over one region of symmetric memory and one link to the peers.
 //
 // A call launches the kernels of one domain, which address all ranks, and one kernel more, which ships rows to the
-// peers or forwards those that have come from them: docs/internals/low_latency_between.md.
+// peers or forwards those that have come from them: docs/internals/low_latency.md.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// How many SMs, warps and stages a call gets. The figures behind the model are in docs/design/cuda_engine.md.
+// How many SMs, warps and stages a call gets. The figures behind the model are in docs/reasons.md.
 #pragma once
 
 namespace hybrid_ep {

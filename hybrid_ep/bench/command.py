@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from hybrid_ep.bench.launch import Launcher, Run, find_launcher, measure_all, open_ranks
 from hybrid_ep.bench.link import print_link_report, run_link_bench
 from hybrid_ep.bench.plan import BALANCE, MODES, SKEWS_PER_EXPONENT, BenchPlan, Candidate, default_workload_sizes
-from hybrid_ep.bench.results import BenchReport
+from hybrid_ep.bench.results import BenchReport, document_text
 from hybrid_ep.bench.subjects import BASELINE, require_known
 from hybrid_ep.bench.tables import print_report, render_markdown
 from hybrid_ep.core.checks import require_int
@@ -22,7 +22,7 @@ from hybrid_ep.errors import ConfigError
 from hybrid_ep.outputs import OutputFolder
 from hybrid_ep.testing.workload import DTYPES, ROUTINGS, ZIPF_EXPONENT, Workload
 
-__all__ = ["bench", "measure_with_progress", "print_to_terminal", "write_report"]
+__all__ = ["bench", "measure_with_progress", "print_to_terminal", "write_document"]
 
 LINK = "link"
 _DEFAULT_RANKS_ON_CPU = 4
@@ -183,7 +183,7 @@ def bench(
         report = measure_with_progress(plans, run, quiet=not is_first)
     if is_first:
         if as_json:
-            click.echo(json.dumps(report.to_json(), indent=2))
+            click.echo(document_text(report.to_json()), nl=False)
         else:
             print_to_terminal(report)
         if out is not None:
@@ -276,9 +276,14 @@ def write_report(report: BenchReport, folder: Path, name: str = "result") -> Non
     # Drawing is loaded only when something is drawn.
     from hybrid_ep.bench.figures import draw
 
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
+    write_document(report, folder, name)
     (folder / f"{name}.md").write_text(render_markdown(report), encoding="utf-8")
     if any(outcome.operations for result in report.results for outcome in result.outcomes):
         (folder / f"{name}.png").write_bytes(draw(report).png)
     Console(stderr=True).print(f"the result is in {folder}/")
+
+
+def write_document(report: BenchReport, folder: Path, name: str) -> None:
+    """Writes ``name.json``, which `--json` prints."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(document_text(report.to_json()), encoding="utf-8")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_ep import env
-from hybrid_ep.bench.machine import device_name, versions
+from hybrid_ep.bench.machine import command_line, device_name, versions
 from hybrid_ep.bench.measure import RankMeasurement, measure
 from hybrid_ep.bench.plan import BALANCE, BenchPlan, Candidate
 from hybrid_ep.bench.results import WIRE, BenchReport, summarize
@@ -125,7 +125,7 @@ def measure_all(plans: Sequence[BenchPlan], run: Run, begin: Callable[[BenchPlan
             begin(plan, candidate.title)
             measurements.append(run(_measurement_of(plan.mode), candidate, plan))
         results.append(summarize(plan, wire, measurements))
-    return BenchReport(date, len(names), names[0], versions(device), floor_us, host_floor_us, results)
+    return BenchReport(command_line(), date, len(names), names[0], versions(device), floor_us, host_floor_us, results)
 
 
 def _measurement_of(mode: str) -> Callable[[Candidate, BenchPlan], RankMeasurement]:

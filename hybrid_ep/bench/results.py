@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,6 +20,7 @@ __all__ = [
     "BenchResult",
     "Operation",
     "Outcome",
+    "document_text",
     "percentile",
     "settings",
     "summarize",
@@ -126,6 +128,7 @@ class BenchReport:
     """All plans that the same ranks have measured.
 
     Attributes:
+        command: the command line of rank 0, with the variables of this library that it had.
         date: when, UTC.
         num_ranks: of the group.
         device: name of the GPUs, or ``CPU``.
@@ -136,6 +139,7 @@ class BenchReport:
         results: of each plan.
     """
 
+    command: str
     date: str
     num_ranks: int
     device: str
@@ -160,17 +164,20 @@ class BenchReport:
         return varying(self.results)
 
     def to_json(self) -> dict[str, Any]:
-        """One JSON document: all outcomes in one list, each with the plan that it belongs to."""
+        """One JSON document with figures of four digits: all outcomes in one list, each with its plan."""
         about = {name: value for name, value in asdict(self).items() if name != "results"}
         obstacles = [result.wire_obstacle for result in self.results if result.wire_obstacle is not None]
-        return {
-            "ok": self.ok,
-            **about,
-            "outcomes": [_to_json(result, outcome) for result in self.results for outcome in result.outcomes],
-            "wire": [_to_json(result, outcome) for result in self.results for outcome in result.wire],
-            "wire_obstacle": obstacles[0] if obstacles else None,
-            "metrics": self._fabric_metrics(),
-        }
+        document: dict[str, Any] = _with_four_digits(
+            {
+                "ok": self.ok,
+                **about,
+                "wire_obstacle": obstacles[0] if obstacles else None,
+                "metrics": self._fabric_metrics(),
+                "outcomes": [_to_json(result, outcome) for result in self.results for outcome in result.outcomes],
+                "wire": [_to_json(result, outcome) for result in self.results for outcome in result.wire],
+            }
+        )
+        return document
 
     def _fabric_metrics(self) -> list[dict[str, Any]]:
         """Returns metrics for the report of a cluster: rows between domains, of the first candidate that has them."""
@@ -187,6 +194,29 @@ class BenchReport:
 def _to_json(result: BenchResult, outcome: Outcome) -> dict[str, Any]:
     plan = {name: value for name, value in asdict(result.plan).items() if name != "candidates"}
     return {"plan": plan, **asdict(outcome)}
+
+
+def _with_four_digits(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_four_digits(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_four_digits(item) for item in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def document_text(document: dict[str, Any]) -> str:
+    """The JSON text of a report's document: one line for each operation and for each other key."""
+
+    def outcome_text(outcome: dict[str, Any]) -> str:
+        head = json.dumps({key: value for key, value in outcome.items() if key != "operations"})
+        operations = ",\n  ".join(map(json.dumps, outcome["operations"]))
+        return f'{head[:-1]}, "operations": [\n  {operations}]}}'
+
+    def value_text(value: Any) -> str:
+        is_outcomes = isinstance(value, list) and value and "operations" in value[0]
+        return "[\n" + ",\n".join(map(outcome_text, value)) + "]" if is_outcomes else json.dumps(value)
+
+    return "{\n" + ",\n".join(f'"{key}": {value_text(value)}' for key, value in document.items()) + "\n}\n"
 
 
 def settings(plan: BenchPlan) -> dict[str, str]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hybrid_ep.core.geometry import RankGrid
-from hybrid_ep.core.quantize import cast_from_fp8
+from hybrid_ep.quantize import cast_from_fp8
 
 __all__ = ["Received", "Subject", "as_float32"]
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from hybrid_ep.bench.baseline import AllToAllSubject
 from hybrid_ep.bench.plan import BenchPlan, Candidate
 from hybrid_ep.bench.subject import Received, Subject, as_float32
-from hybrid_ep.core.quantize import cast_to_fp8
 from hybrid_ep.engine.calls import Rows
 from hybrid_ep.errors import ConfigError
+from hybrid_ep.quantize import cast_to_fp8
 from hybrid_ep.testing.workload import Batch
 
 __all__ = [

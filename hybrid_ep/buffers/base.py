@@ -30,13 +30,13 @@ from hybrid_ep.core.checks import (
 )
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.layout import map_to_indices, widest_token
-from hybrid_ep.core.quantize import CHANNELS_PER_BLOCK, CHANNELS_PER_SCALE, SCALES_PER_WORD
 from hybrid_ep.core.repeatable import Memo
 from hybrid_ep.core.streams import CommStream
 from hybrid_ep.engine.base import Engine, Traffic
 from hybrid_ep.engine.calls import Routing, Rows
 from hybrid_ep.engine.select import make_engine
 from hybrid_ep.errors import ClosedError, ConfigError, HybridEPError
+from hybrid_ep.quantize import CHANNELS_PER_BLOCK, CHANNELS_PER_SCALE, SCALES_PER_WORD
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from hybrid_ep.buffers.base import BaseBuffer, check_global_scale
 from hybrid_ep.core.checks import require, require_bools, require_int, require_no_grad, require_tensor
-from hybrid_ep.core.quantize import (
+from hybrid_ep.engine.calls import ExpertSignals, LowLatencyHandle
+from hybrid_ep.quantize import (
     CHANNELS_PER_BLOCK,
     CHANNELS_PER_SCALE,
     SCALES_PER_WORD,
@@ -17,7 +18,6 @@ from hybrid_ep.core.quantize import (
     Nvfp4Format,
     RowFormat,
 )
-from hybrid_ep.engine.calls import ExpertSignals, LowLatencyHandle
 
 __all__ = ["LowLatencyArguments", "nvfp4_as_returned", "row_format", "signals_of"]
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from hybrid_ep.buffers.low_latency_arguments import nvfp4_as_returned
 from hybrid_ep.core.event import EventOverlap
-from hybrid_ep.core.quantize import Nvfp4Format, RowFormat
 from hybrid_ep.core.repeatable import Repeat, Taken
 from hybrid_ep.engine.calls import (
     LowLatencyCombinedFields,
@@ -21,6 +20,7 @@ from hybrid_ep.engine.calls import (
     RepeatedLowLatencyCombine,
     RepeatedLowLatencyDispatch,
 )
+from hybrid_ep.quantize import Nvfp4Format, RowFormat
 
 if TYPE_CHECKING:
     from hybrid_ep.buffers.low_latency import LowLatencyCalls

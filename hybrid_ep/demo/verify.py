@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid_ep.core.quantize import cast_from_fp8, cast_to_fp8
 from hybrid_ep.demo.experts import make_experts
 from hybrid_ep.demo.paths import travel
 from hybrid_ep.demo.settings import Path, Settings
 from hybrid_ep.engine.calls import MIN_TOKENS_TO_SUM
+from hybrid_ep.quantize import cast_from_fp8, cast_to_fp8
 from hybrid_ep.testing.reference import dense_moe
 from hybrid_ep.testing.workload import Workload, make_batch, make_routing
 

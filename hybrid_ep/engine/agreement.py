@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from hybrid_ep.core.quantize import Nvfp4Format, RowFormat
 from hybrid_ep.errors import ConfigError
+from hybrid_ep.quantize import Nvfp4Format, RowFormat
 
 __all__ = [
     "ABSENT",

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 from torch import Tensor
 
 from hybrid_ep.core.geometry import RankGrid
-from hybrid_ep.core.quantize import RowFormat
 from hybrid_ep.errors import ConfigError, TimeoutError
+from hybrid_ep.quantize import RowFormat
 
 __all__ = [
     "MIN_TOKENS_TO_SUM",

@@ -7,14 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybrid_ep.core.quantize import (
+from hybrid_ep.engine.calls import Rows
+from hybrid_ep.quantize import (
     CHANNELS_PER_BLOCK,
     CHANNELS_PER_SCALE,
     SCALES_PER_WORD,
     Nvfp4Format,
     RowFormat,
 )
-from hybrid_ep.engine.calls import Rows
 
 __all__ = ["PackedLayout"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybrid_ep.core.checks import MAX_TOPK, require, require_int
-from hybrid_ep.core.quantize import CHANNELS_PER_SCALE
+from hybrid_ep.quantize import CHANNELS_PER_SCALE
 
 __all__ = [
     "DTYPES",

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hybrid_ep
-from hybrid_ep.core.quantize import cast_to_fp8
+from hybrid_ep.quantize import cast_to_fp8
 
 __all__ = [
     "check_bounds_that_differ",

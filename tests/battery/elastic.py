@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hybrid_ep
-from hybrid_ep.core.quantize import Fp8Format, cast_to_fp8, cast_to_nvfp4
+from hybrid_ep.quantize import Fp8Format, cast_to_fp8, cast_to_nvfp4
 from hybrid_ep.testing.reference import Copy
 from tests.battery.cases import Case, Inputs, row_of
 from tests.battery.hybrid import expected_unpermuted, expert_rows, permuted_rows

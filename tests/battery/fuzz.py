@@ -25,8 +25,8 @@ from torch import Tensor
 
 import hybrid_ep
 from hybrid_ep.core.config import Config
-from hybrid_ep.core.quantize import Fp8Format, cast_to_fp8
 from hybrid_ep.errors import HybridEPError
+from hybrid_ep.quantize import Fp8Format, cast_to_fp8
 from hybrid_ep.testing.reference import Reference
 from tests.battery.cases import Case
 from tests.emulation import engine as emulation

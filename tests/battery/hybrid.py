@@ -14,7 +14,7 @@ from torch import Tensor
 import hybrid_ep
 from hybrid_ep.core.checks import MAX_TOPK
 from hybrid_ep.core.layout import indices_to_map
-from hybrid_ep.core.quantize import cast_to_fp8
+from hybrid_ep.quantize import cast_to_fp8
 from hybrid_ep.testing.reference import Copy
 from tests.battery.cases import Case, expert_row, row_of
 from tests.battery.normal import equal, gather_rows, on, returned

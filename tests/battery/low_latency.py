@@ -13,7 +13,9 @@ from torch import Tensor
 
 from hybrid_ep import env
 from hybrid_ep.core.logfmt import cast_from_logfmt, cast_to_logfmt
-from hybrid_ep.core.quantize import (
+from hybrid_ep.engine.calls import MIN_TOKENS_TO_SUM
+from hybrid_ep.errors import ConfigError, OverflowError
+from hybrid_ep.quantize import (
     Fp8Format,
     Nvfp4Format,
     RowFormat,
@@ -22,8 +24,6 @@ from hybrid_ep.core.quantize import (
     cast_to_fp8,
     cast_to_nvfp4,
 )
-from hybrid_ep.engine.calls import MIN_TOKENS_TO_SUM
-from hybrid_ep.errors import ConfigError, OverflowError
 from hybrid_ep.testing.reference import Copy
 from tests.battery.cases import Case, expert_row
 from tests.battery.normal import equal, make_buffer, on

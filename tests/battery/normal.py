@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hybrid_ep
-from hybrid_ep.core.quantize import Fp8Format, Nvfp4Format, cast_to_fp8, cast_to_nvfp4
 from hybrid_ep.engine.calls import (
     CachedDispatchRequest,
     CombineRequest,
@@ -20,6 +19,7 @@ from hybrid_ep.engine.calls import (
     Routing,
     Rows,
 )
+from hybrid_ep.quantize import Fp8Format, Nvfp4Format, cast_to_fp8, cast_to_nvfp4
 from tests.battery.cases import Case, Inputs, row_of
 
 if TYPE_CHECKING:

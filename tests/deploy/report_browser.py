@@ -1,6 +1,6 @@
-"""The report's page in headless Chromium, and its pictures for the documentation.
+"""The report's page in headless Chromium, and its pictures.
 
-python -m tests.deploy.report_browser docs/images     # writes report-light.png, report-dark.png, report-1000.png
+python -m tests.deploy.report_browser DIR     # writes report-light.png, report-dark.png, report-1000.png
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The commands of docs/guides/multi_node.md, between two hosts that a network joins, as a reader would type them."""
+"""The commands of docs/several_nodes.md, between two hosts that a network joins, as a reader would type them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.prerequisites import require
 from tests.sim.hosts import Cluster, Host, missing_prerequisites
 from tests.sim.pods import checkout_image
 
-GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "multi_node.md"
+GUIDE = Path(__file__).resolve().parents[2] / "docs" / "several_nodes.md"
 RANKS_PER_HOST = 2
 _LIMIT_S = 120
 

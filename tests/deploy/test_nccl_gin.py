@@ -1,4 +1,4 @@
-"""The link's verbs over NCCL's device API compile with the headers of the newest wheel: docs/design/nccl_gin.md."""
+"""The link's verbs over NCCL's device API compile with the headers of the newest wheel: docs/reasons.md."""
 
 from __future__ import annotations
 

@@ -44,11 +44,11 @@ def test_every_check_of_the_doctor_has_a_place(site: Path) -> None:
     from hybrid_ep.cluster.doctor.compare import COMPARISONS
     from hybrid_ep.cluster.doctor.registry import all_checks
 
-    page = (site / "doctor_checks.html").read_text()
+    page = (site / "doctor_reference.html").read_text()
     entries = (site / "troubleshooting.html").read_text()
     for item in [*all_checks(), *ACTIVE_CHECKS, *COMPARISONS]:
         assert f'id="{item.id.replace(".", "")}"' in page, item.id
-        assert f'href="doctor_checks.html#{item.id.partition(".")[0]}"' in entries, item.id
+        assert f'href="doctor_reference.html#{item.id.partition(".")[0]}"' in entries, item.id
 
 
 def test_every_error_class_has_a_place_in_troubleshooting(site: Path) -> None:

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 import hybrid_ep
-from hybrid_ep.core.quantize import cast_to_fp8
 from hybrid_ep.errors import ConfigError
+from hybrid_ep.quantize import cast_to_fp8
 from tests.multi_gpu.behaviour import draw, make_buffer, make_hybrid_buffer, round_trip
 from tests.multi_gpu.random_routings import check_received, check_returned, dispatch, draw_tokens
 

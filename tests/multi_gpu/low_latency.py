@@ -15,8 +15,8 @@ from torch import Tensor
 
 import hybrid_ep
 from hybrid_ep import env
-from hybrid_ep.core.quantize import cast_from_fp8, cast_to_fp8
 from hybrid_ep.engine.calls import MIN_TOKENS_TO_SUM
+from hybrid_ep.quantize import cast_from_fp8, cast_to_fp8
 from tests.battery.normal import equal
 from tests.multi_gpu.random_routings import Tokens, draw_tokens
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hybrid_ep
-from hybrid_ep.core.quantize import Fp8Format, cast_to_fp8
 from hybrid_ep.engine.calls import CombineRequest, DispatchRequest, Routing, Rows
+from hybrid_ep.quantize import Fp8Format, cast_to_fp8
 from tests.multi_gpu.behaviour import draw, make_buffer, round_trip
 from tests.multi_gpu.random_routings import current_device, dispatch, draw_tokens
 

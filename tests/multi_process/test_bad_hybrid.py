@@ -9,7 +9,7 @@ import torch
 
 from hybrid_ep import ConfigError, HybridEPBuffer
 from hybrid_ep.core import kernels
-from hybrid_ep.core.quantize import cast_to_fp8
+from hybrid_ep.quantize import cast_to_fp8
 from tests.multi_process.small_calls import BF16, TOPK, WEIGHTS, E, H, T, X
 
 HYBRID: dict[str, tuple[dict[str, Any], str]] = {

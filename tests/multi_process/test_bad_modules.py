@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hybrid_ep import Buffer, ConfigError
-from hybrid_ep.core.quantize import cast_to_fp8
 from hybrid_ep.nn import MoECombine, MoEDispatch, MoELayer
+from hybrid_ep.quantize import cast_to_fp8
 
 T, H, K, E = 6, 256, 2, 8
 X, TOPK, WEIGHTS = torch.ones(T, H, dtype=torch.bfloat16), torch.arange(T * K).view(T, K) % E, torch.rand(T, K)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybrid_ep import Buffer, ConfigError
-from hybrid_ep.core.quantize import cast_to_fp8, cast_to_nvfp4
+from hybrid_ep.quantize import cast_to_fp8, cast_to_nvfp4
 from tests.multi_process.small_calls import BF16, TOPK, WEIGHTS, E, H, T, X, handle_of, layout_of
 
 Bad = Callable[[Buffer], Any]

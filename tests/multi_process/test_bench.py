@@ -262,8 +262,8 @@ def test_quoted_figures_come_from_plans(tmp_path: Path) -> None:
     arguments = ["--device", "cpu", "--ranks", "2", "--quick", "--only", "low_latency", "--out", str(tmp_path)]
     result = CliRunner().invoke(figures, arguments)
     assert result.exit_code == 0, result.output
-    assert {path.name for path in tmp_path.iterdir()} == {f"low_latency_2cpu.{kind}" for kind in ("json", "md", "png")}
-    found = json.loads((tmp_path / "low_latency_2cpu.json").read_text())
+    assert [path.name for path in tmp_path.iterdir()] == ["2cpu_low_latency.json"]
+    found = json.loads((tmp_path / "2cpu_low_latency.json").read_text())
     swept = [(o["plan"]["workload"]["dtype"], o["plan"]["workload"]["num_tokens"]) for o in found["outcomes"]]
     assert swept == [("bf16", 1), ("bf16", 128), ("fp8", 1), ("fp8", 128)]
 
@@ -338,10 +338,10 @@ def test_what_crosses_between_domains_is_a_metric() -> None:
             continue
         rows = [max(_crossing(rank, rank ^ 2), _crossing(rank ^ 2, rank)) for rank in range(4)]
         expected = [256 * num / us / 1e3 for num, us in zip(rows, operation["p50_us"], strict=True)]
-        assert operation["fabric_gbps"] == pytest.approx(expected)
+        assert operation["fabric_gbps"] == pytest.approx(expected, rel=1e-3)  # four digits
         rails = [min(expected[rail::2]) for rail in (0, 1)]
         found = [metrics[f"fabric {operation['name']}{rail}"] for rail in ("", " rail0", " rail1")]
-        assert found == pytest.approx([min(rails), *rails])
+        assert found == pytest.approx([min(rails), *rails], rel=1e-3)
 
 
 def test_one_domain_has_no_metric_of_a_fabric() -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_ep import Buffer, ConfigError, HybridEPBuffer, TimeoutError
-from hybrid_ep.core.quantize import cast_to_fp8
+from hybrid_ep.quantize import cast_to_fp8
 from hybrid_ep.testing.cluster import VirtualCluster
 from tests.conftest import RunRanks
 

@@ -1,4 +1,4 @@
-"""Writes docs/doctor_scenarios.md from the scenarios: ``python -m tests.sim.document > docs/doctor_scenarios.md``."""
+"""The simulated faults as a part of the doctor's reference: ``python -m tests.sim.document``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from tests.sim.scenario import HEALTHY, Scenario, load_scenarios
 
 __all__ = ["document"]
 
-_INTRODUCTION = """# Which fault is found by which check
-
-<!-- Written by `python -m tests.sim.document`; a test compares. Change tests/sim/scenarios, not this page. -->
+_INTRODUCTION = """## Which fault is found by which check
 
 Each row is a simulated node: a sound platform with one thing changed. A test examines it. The doctor must report what
 the row has, and nothing else. So a fault raises no second alarm, and a sound node raises none. Every check fails in
@@ -24,13 +22,13 @@ damage. Every check must then end in a result.
 
 
 def document() -> str:
-    """Returns the page as Markdown."""
+    """Returns the part as Markdown."""
     return "\n".join([_INTRODUCTION, *_faults(), *_sound()]) + "\n"
 
 
 def _faults() -> Iterator[str]:
     faults = [scenario for scenario in load_scenarios() if scenario.expected]
-    yield f"## Faults and what cannot be told ({len(faults)})\n"
+    yield f"### Faults and what cannot be told ({len(faults)})\n"
     yield "| fault | node | fails | unknown | words |\n|---|---|---|---|---|"
     for item in faults:
         unknown = item.unknown.split()
@@ -42,7 +40,7 @@ def _faults() -> Iterator[str]:
 
 def _sound() -> Iterator[str]:
     sound = [*(Scenario(name, name) for name in HEALTHY), *(item for item in load_scenarios() if not item.expected)]
-    yield f"## Sound nodes ({len(sound)})\n"
+    yield f"### Sound nodes ({len(sound)})\n"
     yield "| node | platform | profile | verdict |\n|---|---|---|---|"
     for item in sound:
         yield f"| {item.name} | {item.platform} | {profile_of(item.platform)} | pass |"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 from dataclasses import replace
 
@@ -10,11 +11,13 @@ import pytest
 import torch
 from rich.console import Console
 
+from benchmarks.figures import file_name
 from hybrid_ep.bench.command import print_to_terminal
 from hybrid_ep.bench.figures import draw
+from hybrid_ep.bench.machine import command_line
 from hybrid_ep.bench.measure import RankMeasurement
 from hybrid_ep.bench.plan import BenchPlan, Candidate, call_of
-from hybrid_ep.bench.results import BenchReport, BenchResult, summarize
+from hybrid_ep.bench.results import BenchReport, BenchResult, document_text, summarize
 from hybrid_ep.bench.rows import RowCounts
 from hybrid_ep.bench.tables import print_report, render_markdown
 from hybrid_ep.bench.timing import Holding, Times
@@ -50,7 +53,7 @@ WIRE = [
 
 
 def report(*results: BenchResult) -> BenchReport:
-    return BenchReport("2026-01-01 00:00 UTC", 2, "CPU", {"torch": "2"}, 1.25, 2.5, list(results))
+    return BenchReport("hybrid-ep bench", "2026-01-01 00:00 UTC", 2, "CPU", {"torch": "2"}, 1.25, 2.5, list(results))
 
 
 def sweep(mode: str = "normal", tokens: tuple[int, ...] = (4, 8, 16), **forms: Times) -> list[BenchResult]:
@@ -211,6 +214,42 @@ def test_document_has_one_list_of_outcomes_with_their_plans() -> None:
     assert [outcome["plan"]["workload"]["num_tokens"] for outcome in found["outcomes"]] == [4, 4, 8]
     assert [wire["candidate"]["num_sms"] for wire in found["wire"]] == [8, 16]
     assert (found["ok"], found["timer_floor_us"], found["num_ranks"], found["wire_obstacle"]) == (True, 1.25, 2, None)
+
+
+def test_text_of_the_document_has_a_line_for_each_operation() -> None:
+    found = report(summarize(PLAN, WIRE, [RANKS, RANKS])).to_json()
+    text = document_text(found)
+    assert json.loads(text) == found
+    assert found["command"] == "hybrid-ep bench"
+    num_operations = sum(len(outcome["operations"]) for outcome in (*found["outcomes"], *found["wire"]))
+    assert sum('{"name": ' in line for line in text.splitlines()) == num_operations == 10
+    assert len(text.splitlines()) == num_operations + len(found["outcomes"] + found["wire"]) + len(found) + 2
+    nothing = document_text(report(summarize(PLAN, None, [RANKS, RANKS])).to_json())
+    assert json.loads(nothing)["wire"] == []
+
+
+def test_figures_have_four_digits() -> None:
+    thirds = [rank(i, dispatch=times(10 / 3), combine=times(1)) for i in range(2)]
+    (outcome, _) = report(summarize(PLAN, None, [thirds, thirds])).to_json()["outcomes"]
+    assert (outcome["operations"][0]["median_us"], outcome["operations"][0]["p99_us"]) == (3.333, [3.333, 3.333])
+
+
+@pytest.mark.parametrize(
+    ("device", "only", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", (), "h100_2gpu"),
+        ("NVIDIA GB200", ("low_latency",), "gb200_2gpu_low_latency"),
+        ("NVIDIA RTX 6000 Ada", (), "nvidia_rtx_6000_ada_2gpu"),
+    ],
+)
+def test_file_of_results_is_named_by_the_gpu(device: str, only: tuple[str, ...], name: str) -> None:
+    assert file_name(replace(report(), device=device), "cuda", only) == name
+
+
+def test_command_line_has_the_variables_of_this_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/usr/lib/hybrid_ep/__main__.py", "bench", "--num-sms", "8,16"])
+    monkeypatch.setattr("os.environ", {"HYBRID_EP_TRANSPORT": "tcp", "PATH": "/bin"})
+    assert command_line() == "HYBRID_EP_TRANSPORT=tcp hybrid-ep bench --num-sms 8,16"
 
 
 SWEEP_BESIDE_B = (Candidate("a", 8), Candidate("a", 16), Candidate("b"))

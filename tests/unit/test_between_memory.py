@@ -1,4 +1,4 @@
-"""What the kernels between domains keep stays small, up to 2,048 ranks: docs/internals/between_domains.md."""
+"""What the kernels between domains keep stays small, up to 2,048 ranks: docs/internals/cuda_engine.md."""
 
 from __future__ import annotations
 

@@ -225,21 +225,6 @@ def test_the_package_imports_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_old_import_paths_give_the_same_modules() -> None:
-    script = """
-import sys, hybrid_ep
-from hybrid_ep._moved import MOVED
-assert "torch" not in sys.modules
-for old, new in MOVED.items():
-    __import__(old), __import__(new)
-    assert sys.modules[old] is sys.modules[new], old
-assert hybrid_ep.quantize is sys.modules["hybrid_ep.core.quantize"]
-from hybrid_ep.buffer import Buffer
-assert Buffer is hybrid_ep.Buffer
-"""
-    subprocess.run([sys.executable, "-c", script], check=True)
-
-
 def test_nn_and_quantize_are_reachable_without_an_import() -> None:
     script = "import hybrid_ep; hybrid_ep.nn.MoELayer, hybrid_ep.quantize.cast_to_fp8"
     subprocess.run([sys.executable, "-c", script], check=True)

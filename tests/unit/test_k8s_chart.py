@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,24 @@ from hybrid_ep.cluster.kubernetes.problem import Level
 from tests.prerequisites import require_programs
 
 ROOT = Path(__file__).resolve().parents[2]
-CHART = ROOT / "charts" / "hybrid-ep"
-JOBS = yaml.safe_load((CHART / "files" / "jobs.yaml").read_text())
+OVERLAYS = sorted({path.name for path in (ROOT / "k8s" / "overlays").iterdir()} - {"node-doctor"})
 Tree = Any
+Rendered = Callable[..., list[Tree]]
+
+
+@pytest.fixture(scope="module")
+def chart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The chart as `make chart` builds it."""
+    require_programs("kubectl")
+    folder = tmp_path_factory.mktemp("chart") / "hybrid-ep"
+    subprocess.run([sys.executable, "ci/chart.py", str(folder)], cwd=ROOT, check=True)
+    return folder
+
+
+@pytest.fixture
+def rendered(chart: Path, tmp_path: Path) -> Rendered:
+    """Renders values into the objects of a release."""
+    return lambda values, namespace="default": render(chart, tmp_path, values, namespace)
 
 
 def helm(*words: str) -> subprocess.CompletedProcess[str]:
@@ -29,11 +45,11 @@ def helm(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["helm", *words], capture_output=True, text=True, timeout=60, check=False)
 
 
-def rendered(tmp_path: Path, values: Tree, namespace: str = "default") -> list[Tree]:
+def render(chart: Path, tmp_path: Path, values: Tree, namespace: str) -> list[Tree]:
     """The objects of a release; `hybrid-ep k8s check` says of them no more than what the cluster must have besides."""
     file = tmp_path / "values.yaml"
     file.write_text(yaml.safe_dump(values))
-    done = helm("template", "release", str(CHART), "--namespace", namespace, "--values", str(file))
+    done = helm("template", "release", str(chart), "--namespace", namespace, "--values", str(file))
     assert done.returncode == 0, done.stderr
     (tmp_path / "out.yaml").write_text(done.stdout)
     found = check([tmp_path / "out.yaml"]).open
@@ -56,36 +72,37 @@ def by_name(objects: list[Tree], namespace: str | None = None) -> dict[tuple[str
     return found
 
 
-def test_files_are_what_kustomize_makes() -> None:
-    """Run `python ci/chart.py` when this fails."""
-    require_programs("kubectl")
-    done = subprocess.run(
-        [sys.executable, "ci/chart.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_helm_finds_nothing_to_complain_about() -> None:
-    done = helm("lint", "--strict", str(CHART))
+def test_helm_finds_nothing_to_complain_about(chart: Path) -> None:
+    done = helm("lint", "--strict", str(chart))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_chart_is_of_this_version_and_knows_every_overlay() -> None:
-    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    assert (chart["version"], chart["appVersion"]) == (__version__, __version__)
-    schema = json.loads((CHART / "values.schema.json").read_text())
-    overlays = {path.name for path in (ROOT / "k8s" / "overlays").iterdir()} - {"node-doctor"}
-    assert set(schema["properties"]["testJob"]["properties"]["overlay"]["enum"]) == JOBS.keys() == overlays
+def test_chart_is_of_this_version_and_knows_every_overlay(chart: Path) -> None:
+    about = yaml.safe_load((chart / "Chart.yaml").read_text())
+    assert (about["version"], about["appVersion"]) == (__version__, __version__)
+    schema = json.loads((chart / "values.schema.json").read_text())
+    jobs = yaml.safe_load((chart / "files" / "jobs.yaml").read_text())
+    assert sorted(schema["properties"]["testJob"]["properties"]["overlay"]["enum"]) == sorted(jobs) == OVERLAYS
 
 
-def test_node_doctor_equals_the_overlay(tmp_path: Path) -> None:
-    assert by_name(rendered(tmp_path, {}), "default") == by_name(kustomized("node-doctor"))
+def test_chart_takes_the_place_of_an_earlier_one(tmp_path: Path) -> None:
+    require_programs("kubectl")
+    old = tmp_path / "hybrid-ep" / "files" / "jobs" / "old.yaml"
+    old.parent.mkdir(parents=True)
+    old.touch()
+    subprocess.run([sys.executable, "ci/chart.py", str(tmp_path / "hybrid-ep")], cwd=ROOT, check=True)
+    assert not old.exists()
+    assert (old.parent / "infiniband.yaml").exists()
 
 
-@pytest.mark.parametrize("overlay", JOBS)
-def test_job_equals_its_overlay(overlay: str, tmp_path: Path) -> None:
+def test_node_doctor_equals_the_overlay(rendered: Rendered) -> None:
+    assert by_name(rendered({}), "default") == by_name(kustomized("node-doctor"))
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_job_equals_its_overlay(overlay: str, rendered: Rendered) -> None:
     values = {"nodeDoctor": {"enabled": False}, "testJob": {"enabled": True, "overlay": overlay}}
-    assert by_name(rendered(tmp_path, values), "default") == by_name(kustomized(overlay))
+    assert by_name(rendered(values), "default") == by_name(kustomized(overlay))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +125,7 @@ def test_job_equals_its_overlay(overlay: str, tmp_path: Path) -> None:
     "overlay", ["gb200-mnnvl", "infiniband", "single-node-torchrun", "jobset-kueue", "lws-serving"]
 )
 def test_nodes_are_asked_for_as_by_the_components(
-    overlay: str, components: list[str], settings: Tree, asked: Tree, tmp_path: Path
+    overlay: str, components: list[str], settings: Tree, asked: Tree, rendered: Rendered, tmp_path: Path
 ) -> None:
     shutil.copytree(ROOT / "k8s", tmp_path / "site" / "k8s")
     tree = {
@@ -124,17 +141,17 @@ def test_nodes_are_asked_for_as_by_the_components(
     for name, content in {"settings": tree, "kustomization": kustomization}.items():
         (tmp_path / "site" / f"{name}.yaml").write_text(yaml.safe_dump(content))
     job = {"enabled": True, "overlay": overlay, **asked}
-    made = by_name(rendered(tmp_path, {"nodeDoctor": {"enabled": False}, "testJob": job}), "default")
+    made = by_name(rendered({"nodeDoctor": {"enabled": False}, "testJob": job}), "default")
     assert made == by_name([manifest.content for manifest in load(tmp_path / "site")])
 
 
-def test_namespace_reaches_every_object(tmp_path: Path) -> None:
+def test_namespace_reaches_every_object(rendered: Rendered) -> None:
     values = {"nodeDoctor": {"pairs": {"enabled": True}}, "testJob": {"enabled": True}}
-    objects = by_name(rendered(tmp_path, values, "gpu-tests"), "gpu-tests")
+    objects = by_name(rendered(values, "gpu-tests"), "gpu-tests")
     assert objects["ClusterRoleBinding", "hybrid-ep-doctor"]["subjects"][0]["namespace"] == "gpu-tests"
 
 
-def test_values_of_the_node_doctor(tmp_path: Path) -> None:
+def test_values_of_the_node_doctor(rendered: Rendered) -> None:
     profile = "extends: hgx-h100\ngpu:\n  count: 4\n"
     values = {
         "image": {"repository": "registry/hybrid-ep", "digest": f"sha256:{'a' * 64}"},
@@ -149,7 +166,7 @@ def test_values_of_the_node_doctor(tmp_path: Path) -> None:
             "pairs": {"enabled": True, "schedule": "30 4 * * 0", "gpusPerNode": 4},
         },
     }
-    objects = by_name(rendered(tmp_path, values))
+    objects = by_name(rendered(values))
     pod = objects["DaemonSet", "hybrid-ep-doctor"]["spec"]["template"]["spec"]
     assert (pod["nodeSelector"], pod["runtimeClassName"]) == ({"pool": "gpu"}, "nvidia")
     assert pod["imagePullSecrets"] == [{"name": "pull"}]
@@ -165,10 +182,10 @@ def test_values_of_the_node_doctor(tmp_path: Path) -> None:
     assert "--nproc-per-node=4" in bench["command"]
 
 
-def test_values_of_the_test_job(tmp_path: Path) -> None:
+def test_values_of_the_test_job(rendered: Rendered) -> None:
     job = {"enabled": True, "nodes": 3, "ranksPerNode": 4, "fitNodesOnly": True, "helmTest": True}
     job["tolerations"] = [{"key": "reserved", "operator": "Exists"}]
-    objects = by_name(rendered(tmp_path, {"image": {"tag": "1.2.3"}, "testJob": job}))
+    objects = by_name(rendered({"image": {"tag": "1.2.3"}, "testJob": job}))
     made = objects["Job", "hybrid-ep-torchrun"]
     assert made["metadata"]["annotations"]["helm.sh/hook"] == "test"
     pod = made["spec"]["template"]["spec"]
@@ -191,8 +208,8 @@ def test_values_of_the_test_job(tmp_path: Path) -> None:
         ({"image": {"digest": "latest"}}, "/image/digest"),
     ],
 )
-def test_wrong_values_are_named(values: Tree, says: str, tmp_path: Path) -> None:
+def test_wrong_values_are_named(values: Tree, says: str, chart: Path, tmp_path: Path) -> None:
     (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
-    done = helm("template", "release", str(CHART), "--values", str(tmp_path / "values.yaml"))
+    done = helm("template", "release", str(chart), "--values", str(tmp_path / "values.yaml"))
     assert done.returncode != 0
     assert says in done.stderr

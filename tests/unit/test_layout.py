@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybrid_ep import ConfigError, layout
+from hybrid_ep import ConfigError
+from hybrid_ep.core import layout
 from hybrid_ep.core.layout import (
     compute_layout,
     experts_of_columns,

@@ -31,7 +31,7 @@ from hybrid_ep.testing.workload import HOT_SHARE, Workload, log_popularity
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, KERNELS = ROOT / "benchmarks" / "results", ROOT / "csrc" / "kernels"
 
-# What docs/measured/model.md says is not within 15 %, by (GPU, ranks, mode, dtype, tokens, call): and by how much,
+# What docs/figures_h100.md says is not within 15 %, by (GPU, ranks, mode, dtype, tokens, call): and by how much,
 # in %.
 BEYOND = {
     ("H100", 2, "permute", "fp8", 4096, "dispatch"): -32,
@@ -114,7 +114,7 @@ def calls_beyond(found: list[Comparison]) -> dict[tuple[str, int, str, str, int,
     }
 
 
-NOT_FITTED = sorted(RESULTS.glob("*_4gpu_h100.json"))  # measured after the fit
+NOT_FITTED = sorted(RESULTS.glob("h100_4gpu.json"))  # measured after the fit
 
 
 def test_the_model_is_within_15_percent_of_what_was_measured() -> None:
@@ -191,7 +191,7 @@ def test_permuted_calls_copy_rows_of_experts_on_one_rank() -> None:
 
 
 def test_a_comparison_refuses_gpus_that_the_model_does_not_know(tmp_path: Path) -> None:
-    report = json.loads((RESULTS / "figures_2gpu_h100.json").read_text(encoding="utf-8"))
+    report = json.loads((RESULTS / "h100_2gpu.json").read_text(encoding="utf-8"))
     other = tmp_path / "figures_2gpu.json"
     other.write_text(json.dumps(report | {"device": "NVIDIA B200"}), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"NVIDIA B200; allowed: .*H100 or H200"):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_ep import ConfigError
-from hybrid_ep.core.quantize import (
+from hybrid_ep.quantize import (
     E4M3_MAX,
     Fp8Format,
     Nvfp4Format,

@@ -1,7 +1,7 @@
 """The model's constants of the hardware. Each has one meaning and one source, and is the same for every call.
 
 Constants that are marked `benchmarks/results` were fitted, all at once, to the device times of these files.
-docs/measured/model.md has the errors, and says which calls were left out of the fit.
+docs/figures_h100.md has the errors.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ class Machine:
     nvlink_efficiency: float = _constant(0.76, f"{_RESULTS}; the wire alone there: 320 … 370 GB/s")
     sm_push: float = _constant(50.0, "csrc/runtime/sm_model.cpp; a fit gives 49")
     sm_sum: float = _constant(62.0, _RESULTS)
-    warp_sum: float = _constant(3.45, "a combine of 2 × 1 H100 without a limit; docs/measured/h100.md")
-    part_us: float = _constant(2.0, "2 × 2 H100 without a limit: parts and whole chunks; docs/design/cuda_engine.md")
+    warp_sum: float = _constant(3.45, "a combine of 2 × 1 H100 without a limit; docs/figures_h100.md")
+    part_us: float = _constant(2.0, "2 × 2 H100 without a limit: parts and whole chunks; docs/reasons.md")
     memory: float = _constant(GPU_MEMORY["H200"], "data sheet of the H200; H100: 3350")
     memory_efficiency: float = _constant(0.51, _RESULTS)
     sum_efficiency: float = _constant(0.71, _RESULTS)
     cast: float = _constant(1750.0, _RESULTS)
     launch_us: float = _constant(5.2, "timer_floor_us of benchmarks/results")
     graph_launch_us: float = _constant(0.8, _RESULTS)
-    dispatch_us: float = _constant(15.0, f"{_RESULTS}; time stamps in docs/measured/cuda_engine.md: 11.5 + 3.3")
+    dispatch_us: float = _constant(15.0, f"{_RESULTS}; time stamps in docs/figures_h200.md: 11.5 + 3.3")
     cached_us: float = _constant(9.4, _RESULTS)
     combine_us: float = _constant(24.0, _RESULTS)
     low_latency_dispatch_us: float = _constant(6.5, _RESULTS)

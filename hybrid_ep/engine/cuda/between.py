@@ -1,7 +1,7 @@
 """The cuda engine for several domains: hand-written kernels inside a domain and over a link between them.
 
 A dispatch sends each token once to each remote domain that needs it. The peer there forwards the token. A combine goes
-the same way back (docs/internals/between_domains.md). Each is one launch on the current stream. A small launch before a
+the same way back (docs/internals/cuda_engine.md). Each is one launch on the current stream. A small launch before a
 dispatch numbers the tokens for each destination. Permuted calls are a dispatch and a permutation by torch. Low-latency
 calls have kernels of their own (low_latency_between.py), unless HYBRID_EP_LOW_LATENCY_BETWEEN asks for the torch
 engine; low_latency_choice.py chooses. Combines are in between_combine.py.

@@ -17,7 +17,6 @@ from torch import Tensor
 from hybrid_ep import _cuda
 from hybrid_ep.core.board import Board
 from hybrid_ep.core.geometry import RankGrid
-from hybrid_ep.core.quantize import RowFormat
 from hybrid_ep.core.streams import is_capturing
 from hybrid_ep.engine.calls import (
     LowLatencyCombineRequest,
@@ -39,6 +38,7 @@ from hybrid_ep.engine.cuda.symmetric import SymmetricMemory
 from hybrid_ep.engine.losses import Losses
 from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.errors import ClosedError, ConfigError, HybridEPError, TransportError
+from hybrid_ep.quantize import RowFormat
 
 __all__ = ["CudaLowLatency"]
 

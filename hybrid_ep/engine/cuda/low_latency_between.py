@@ -1,4 +1,4 @@
-"""Low-latency calls of the cuda engine for several domains; docs/internals/low_latency_between.md describes them.
+"""Low-latency calls of the cuda engine for several domains; docs/internals/low_latency.md describes them.
 
 Every call is that of one domain, with a launch beside it that ships rows to the peers or forwards theirs. So only the
 region differs: it has a link. The link joins this rank to its peer in each other domain, which forwards to the ranks
@@ -18,7 +18,6 @@ from torch import Tensor
 from hybrid_ep import _cuda
 from hybrid_ep.core.board import Board
 from hybrid_ep.core.geometry import RankGrid
-from hybrid_ep.core.quantize import RowFormat
 from hybrid_ep.engine.calls import (
     LowLatencyDispatchRequest,
 )
@@ -30,6 +29,7 @@ from hybrid_ep.engine.cuda.symmetric import SymmetricMemory
 from hybrid_ep.engine.losses import Losses
 from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.errors import HybridEPError, TransportError
+from hybrid_ep.quantize import RowFormat
 from hybrid_ep.transport import DomainLink, Ring
 
 __all__ = ["LowLatencyBetween", "OpenedLink"]

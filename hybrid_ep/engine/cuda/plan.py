@@ -13,7 +13,6 @@ import torch
 
 from hybrid_ep import _cuda
 from hybrid_ep.core.geometry import RankGrid
-from hybrid_ep.core.quantize import RowFormat
 from hybrid_ep.engine.agreement import ABSENT, dtype_code, format_code, too_many_tokens
 from hybrid_ep.engine.calls import (
     CachedDispatchRequest,
@@ -26,6 +25,7 @@ from hybrid_ep.engine.calls import (
 from hybrid_ep.engine.cuda.route import Route
 from hybrid_ep.engine.packed import PackedLayout
 from hybrid_ep.errors import ConfigError
+from hybrid_ep.quantize import RowFormat
 
 __all__ = [
     "MAX_PLANS",

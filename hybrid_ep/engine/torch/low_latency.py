@@ -15,7 +15,6 @@ from torch import Tensor
 
 from hybrid_ep.core.layout import compute_layout, permutation_by_expert
 from hybrid_ep.core.logfmt import cast_from_logfmt, cast_to_logfmt
-from hybrid_ep.core.quantize import Nvfp4Format, RowFormat, cast_to_fp8, cast_to_nvfp4
 from hybrid_ep.engine.agreement import dtype_code, format_code
 from hybrid_ep.engine.calls import (
     SEND_TIMEOUT_DIVISOR,
@@ -33,6 +32,7 @@ from hybrid_ep.engine.torch.exchange import Exchange
 from hybrid_ep.engine.torch.hop import Hop
 from hybrid_ep.engine.torch.records import RecordFormat
 from hybrid_ep.errors import ConfigError, OverflowError
+from hybrid_ep.quantize import Nvfp4Format, RowFormat, cast_to_fp8, cast_to_nvfp4
 
 __all__ = ["TorchLowLatency"]
 

@@ -12,5 +12,5 @@ NVSHMEM_REMOTE_TRANSPORT=libfabric
 NVSHMEM_LIBFABRIC_PROVIDER=efa
 NVSHMEM_IB_ENABLE_IBGDA=0
 
-# EFA's devices look like devices for verbs, but have no reliable connections. Source: docs/transports.md.
+# EFA's devices look like devices for verbs, but have no reliable connections. Source: docs/several_nodes.md.
 HYBRID_EP_TRANSPORT=tcp
