@@ -39,7 +39,8 @@ from hybrid_ep.bench.measure import anywhere
 from hybrid_ep.bench.timing import time_calls
 from hybrid_ep.core.quantize import cast_from_fp8, cast_to_fp8
 from hybrid_ep.outputs import OutputFolder
-from hybrid_ep.testing.workload import Workload, make_batch
+from hybrid_ep.testing.batch import make_batch
+from hybrid_ep.workload import Workload
 
 __all__ = ["PATHS", "Settings", "Way", "main", "measure", "ways_of"]
 

@@ -18,18 +18,11 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hybrid_ep import env
-from hybrid_ep.core.checks import (
-    MAX_TOPK,
-    packed,
-    require,
-    require_expert_indices,
-    require_int,
-    require_no_grad,
-    require_tensor,
-)
+from hybrid_ep.checks import CHANNELS_PER_SCALE, MAX_TOPK, require, require_int
+from hybrid_ep.core.checks import packed, require_expert_indices, require_no_grad, require_tensor
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.layout import map_to_indices, widest_token
-from hybrid_ep.core.quantize import CHANNELS_PER_BLOCK, CHANNELS_PER_SCALE, SCALES_PER_WORD
+from hybrid_ep.core.quantize import CHANNELS_PER_BLOCK, SCALES_PER_WORD
 from hybrid_ep.core.repeatable import Memo
 from hybrid_ep.core.streams import CommStream
 from hybrid_ep.engine.base import Engine, Traffic

@@ -7,13 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybrid_ep.core.quantize import (
-    CHANNELS_PER_BLOCK,
-    CHANNELS_PER_SCALE,
-    SCALES_PER_WORD,
-    Nvfp4Format,
-    RowFormat,
-)
+from hybrid_ep.checks import CHANNELS_PER_SCALE
+from hybrid_ep.core.quantize import CHANNELS_PER_BLOCK, SCALES_PER_WORD, Nvfp4Format, RowFormat
 from hybrid_ep.engine.calls import Rows
 
 __all__ = ["PackedLayout"]

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hybrid_ep
+from hybrid_ep.checks import CHANNELS_PER_SCALE
 from hybrid_ep.core.config import Config
-from hybrid_ep.core.quantize import CHANNELS_PER_SCALE, Fp8Format, cast_to_fp8
+from hybrid_ep.core.quantize import Fp8Format, cast_to_fp8
 from tests.battery.normal import equal
 
 __all__ = [
