@@ -1,6 +1,7 @@
 """Components of the project and which may import which: checks it, and draws it from the imports and includes.
 
-ci/layers.py --check                  exit 1 and name every import or include that points upwards
+ci/layers.py --check                  exit 1 and name every import or include that points upwards, that joins the two
+                                      halves of the package, or that closes a circle in hybrid_ep/cluster
 ci/layers.py --draw docs/images/architecture.svg
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import graphlib
 import re
 import sys
 from pathlib import Path
@@ -18,10 +20,10 @@ ROOT = Path(__file__).resolve().parents[1]
 # from lower levels only.
 PYTHON: list[list[str]] = [
     ["cli"],
-    ["info"],
     ["cluster.kubernetes", "cluster.validation", "cluster.model"],
     ["cluster.doctor"],
     ["cluster"],
+    ["info"],
     ["demo", "bench"],
     ["nn", "elastic"],
     ["balance"],
@@ -35,10 +37,18 @@ PYTHON: list[list[str]] = [
     ["topology"],
     ["testing"],
     ["core"],
-    ["env", "inputs", "outputs"],
+    ["workload"],
+    ["checks", "inputs", "launcher", "outputs", "rendezvous", "watched"],
+    ["env"],
     ["errors", "_version", "_moved"],
     ["_C", "_cuda", "_nvml", "_nvshmem", "_verbs"],
 ]
+# The operator's half, hybrid_ep/cluster, may import these rooms of the library; only `cli` may name a module of it.
+CLUSTER_IMPORTS = {
+    *("topology", "report", "workload"),
+    *("checks", "inputs", "launcher", "outputs", "rendezvous", "watched", "env", "errors", "_version"),
+    *("_C", "_cuda", "_nvml", "_verbs"),
+}
 CXX: list[list[str]] = [
     ["bindings"],
     ["runtime"],
@@ -62,26 +72,80 @@ def room_of_module(name: str) -> str:
     return top if top and is_component else "buffers"
 
 
+def modules() -> dict[str, Path]:
+    """Every module of the package, by its name; a package's own is called ``….__init__``."""
+    paths = sorted((ROOT / "hybrid_ep").rglob("*.py"))
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in paths}
+
+
+def targets_of(node: ast.AST) -> list[str]:
+    """What a node of a module imports; a string that names a module of the operator's half counts, too."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module:
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return re.findall(r"^hybrid_ep\.cluster(?:\.\w+)*$", node.value)
+    return []
+
+
 def python_edges() -> list[tuple[str, str, str]]:
     """(component, component it imports, where) of every import inside the package, also those inside functions."""
     edges = []
-    for path in sorted((ROOT / "hybrid_ep").rglob("*.py")):
-        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for name, path in modules().items():
         if name in ("hybrid_ep.__init__", "hybrid_ep.__main__"):
             continue  # they hand out public names lazily, or call the CLI, and belong to no level
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                targets = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("hybrid_ep"):
-                targets = [f"{node.module}.{alias.name}" for alias in node.names]
-            else:
-                continue
-            for target in targets:
+            for target in targets_of(node):
                 if target.split(".")[0] == "hybrid_ep":
-                    edges.append(
-                        (room_of_module(name), room_of_module(target), f"{path.relative_to(ROOT)}:{node.lineno}")
-                    )
+                    where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+                    edges.append((room_of_module(name), room_of_module(target), where))
     return edges
+
+
+def is_of_cluster(room: str) -> bool:
+    """Whether a room belongs to the operator's half."""
+    return room.split(".")[0] == "cluster"
+
+
+def mixed_halves(edges: list[tuple[str, str, str]]) -> list[str]:
+    """Imports between the library and the operator's half that are not allowed."""
+    wrong = []
+    for source, target, where in edges:
+        if is_of_cluster(target) and not is_of_cluster(source) and source != "cli":
+            wrong.append(f"{where}: {source} is of the library, which never imports hybrid_ep.cluster")
+        if is_of_cluster(source) and not is_of_cluster(target) and target not in CLUSTER_IMPORTS:
+            wrong.append(f"{where}: {source} must not import {target}; it starts the library as a command only")
+    return wrong
+
+
+def torch_imports() -> list[str]:
+    """Imports of torch that the operator's half would make when it starts; those inside functions are allowed."""
+    wrong = []
+    for name, path in modules().items():
+        room = room_of_module(name)
+        if is_of_cluster(room) or room in CLUSTER_IMPORTS:
+            for node in ast.parse(path.read_text()).body:
+                if any(target.split(".")[0] == "torch" for target in targets_of(node)):
+                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: {room} must start without torch")
+    return wrong
+
+
+def circles() -> list[str]:
+    """A circle of imports in the operator's half, if there is one; imports inside functions and of types count."""
+    paths = modules()
+    known = {name.removesuffix(".__init__") for name in paths if is_of_cluster(room_of_module(name))}
+    imports: dict[str, set[str]] = {}
+    for name in known:
+        tree = ast.parse(paths.get(name, paths.get(f"{name}.__init__")).read_text())  # type: ignore[union-attr]
+        targets = {target for node in ast.walk(tree) for target in targets_of(node)}
+        targets |= {target.rpartition(".")[0] for target in targets - known}  # names of a module
+        imports[name] = (targets & known) - {name}
+    try:
+        graphlib.TopologicalSorter(imports).prepare()
+    except graphlib.CycleError as error:
+        return ["a circle of imports: " + " → ".join(reversed(error.args[1]))]
+    return []
 
 
 def cxx_edges() -> list[tuple[str, str, str]]:
@@ -119,6 +183,13 @@ def asm_outside_ptx() -> list[str]:
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if re.search(r"\basm\b\s*(volatile)?\s*\(", line)
     ]
+
+
+def all_wrong() -> list[str]:
+    """Everything that `--check` complains about."""
+    edges = python_edges()
+    halves = mixed_halves(edges) + torch_imports() + circles()
+    return violations(PYTHON, edges) + halves + violations(CXX, cxx_edges()) + asm_outside_ptx()
 
 
 def draw(path: Path) -> None:
@@ -174,7 +245,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.draw:
         draw(arguments.draw)
-    wrong = violations(PYTHON, python_edges()) + violations(CXX, cxx_edges()) + asm_outside_ptx()
+    wrong = all_wrong()
     if arguments.check and wrong:
         print("\n".join(wrong))
         return 1

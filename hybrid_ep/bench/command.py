@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from hybrid_ep.bench.launch import Launcher, Run, find_launcher, measure_all, open_ranks
+from hybrid_ep.bench.launch import Run, measure_all, open_ranks
 from hybrid_ep.bench.link import print_link_report, run_link_bench
 from hybrid_ep.bench.plan import BALANCE, MODES, BenchPlan, Candidate
 from hybrid_ep.bench.results import BenchReport
@@ -19,6 +19,7 @@ from hybrid_ep.bench.subjects import BASELINE, require_known
 from hybrid_ep.bench.tables import print_report, render_markdown
 from hybrid_ep.checks import require_int
 from hybrid_ep.errors import ConfigError
+from hybrid_ep.launcher import Launcher, find_launcher
 from hybrid_ep.outputs import OutputFolder
 from hybrid_ep.workload import DTYPES, ROUTINGS, SKEWS_PER_EXPONENT, ZIPF_EXPONENT, Workload, default_workload_sizes
 

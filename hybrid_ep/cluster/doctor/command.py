@@ -26,12 +26,12 @@ from hybrid_ep.cluster.doctor.render import render, to_junit
 from hybrid_ep.cluster.doctor.replay import ReplayedNode
 from hybrid_ep.cluster.doctor.rises import Memory
 from hybrid_ep.cluster.doctor.runner import Selection, examine
-from hybrid_ep.cluster.doctor.unreadable import Unreadable
 from hybrid_ep.cluster.doctor.watched import WatchedNode
 from hybrid_ep.errors import ConfigError, HybridEPError
 from hybrid_ep.inputs import Seconds, read_json_input
 from hybrid_ep.outputs import OutputFile, RegularFile
 from hybrid_ep.topology.recording import Recording
+from hybrid_ep.watched import Unreadable
 
 __all__ = ["doctor"]
 

@@ -14,9 +14,9 @@ from hybrid_ep.cluster.doctor.node import Node
 from hybrid_ep.cluster.doctor.profile import Profile
 from hybrid_ep.cluster.doctor.registry import GROUPS, all_checks
 from hybrid_ep.cluster.doctor.rises import Limits, Memory, judge_rise
-from hybrid_ep.cluster.doctor.unreadable import Unreadable
 from hybrid_ep.cluster.doctor.watched import WatchedNode
 from hybrid_ep.errors import ConfigError
+from hybrid_ep.watched import Unreadable
 
 __all__ = ["Selection", "examine"]
 

@@ -10,7 +10,6 @@ import click
 from rich.console import Console
 
 from hybrid_ep.cluster.doctor.node import Node
-from hybrid_ep.cluster.doctor.unreadable import Unreadable
 from hybrid_ep.cluster.doctor.watched import WatchedNode
 from hybrid_ep.errors import ConfigError, TopologyError
 from hybrid_ep.outputs import OutputFile
@@ -18,6 +17,7 @@ from hybrid_ep.topology import Topology
 from hybrid_ep.topology.nccl import to_nccl_xml
 from hybrid_ep.topology.render import render
 from hybrid_ep.topology.svg import draw
+from hybrid_ep.watched import Unreadable
 
 __all__ = ["topology"]
 
