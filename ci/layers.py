@@ -38,7 +38,7 @@ PYTHON: list[list[str]] = [
     ["testing"],
     ["core"],
     ["workload"],
-    ["checks", "inputs", "launcher", "outputs", "rendezvous", "watched"],
+    ["checks", "inputs", "launcher", "outputs", "packages", "rendezvous", "watched"],
     ["env"],
     ["errors", "_version", "_moved"],
     ["_C", "_cuda", "_nvml", "_nvshmem", "_verbs"],
@@ -46,7 +46,8 @@ PYTHON: list[list[str]] = [
 # The operator's half, hybrid_ep/cluster, may import these rooms of the library; only `cli` may name a module of it.
 CLUSTER_IMPORTS = {
     *("topology", "report", "workload"),
-    *("checks", "inputs", "launcher", "outputs", "rendezvous", "watched", "env", "errors", "_version"),
+    *("checks", "inputs", "launcher", "outputs", "packages", "rendezvous", "watched"),
+    *("env", "errors", "_version"),
     *("_C", "_cuda", "_nvml", "_verbs"),
 }
 CXX: list[list[str]] = [

@@ -21,6 +21,7 @@ from hybrid_ep.checks import require_int
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.launcher import Launcher, find_launcher
 from hybrid_ep.outputs import OutputFolder
+from hybrid_ep.packages import require_package
 from hybrid_ep.workload import DTYPES, ROUTINGS, SKEWS_PER_EXPONENT, ZIPF_EXPONENT, Workload, default_workload_sizes
 
 __all__ = ["bench", "measure_with_progress", "print_to_terminal", "write_report"]
@@ -129,6 +130,8 @@ def bench(
 
     Exits with 1 if a row is wrong.
     """
+    if out is not None:
+        require_package("matplotlib")  # before anything is measured, and not after
     try:
         launcher = find_launcher()
         device = _device(device)

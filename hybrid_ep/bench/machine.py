@@ -7,6 +7,7 @@ import platform
 import torch
 
 from hybrid_ep._version import __version__
+from hybrid_ep.topology import probe
 
 __all__ = ["device_name", "rank_device", "versions"]
 
@@ -27,15 +28,5 @@ def versions(device: str) -> dict[str, str]:
     if device == "cuda":
         found["CUDA"] = str(torch.version.cuda)
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-        found["driver"] = _driver()
+        found["driver"] = probe().driver_version or "unknown"
     return found
-
-
-def _driver() -> str:
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        return str(pynvml.nvmlSystemGetDriverVersion())
-    except pynvml.NVMLError as error:
-        return f"unknown ({error})"

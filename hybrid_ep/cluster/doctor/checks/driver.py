@@ -71,6 +71,7 @@ def driver_cuda(node: Node, profile: Profile) -> Finding:
     remedy="Update the driver (CUDA 12 needs 525, CUDA 13 needs 580), or install a torch that was built for the CUDA "
     "that it has.",
     wants="driver.min_cuda",
+    of_jobs=True,
 )
 def driver_torch(node: Node, profile: Profile) -> Finding:
     torch, driver = node.torch_cuda(), _cuda(node)
