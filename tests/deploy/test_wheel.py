@@ -184,13 +184,14 @@ def test_the_wheel_works_without_gpu_and_rdma_libraries(python: Path, tmp_path: 
 def test_the_operators_half_works_without_torch(
     build_wheel: BuildWheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The wheel alone, and what its extra `cluster` lists."""
+    """The wheel alone, and what its extra `cluster` lists; `k8s` for the schemas of `k8s check`."""
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.setenv("HYBRID_EP_CHECKS_ONLY", "on")
     wheel = build_wheel(MACHINE, False)
     with zipfile.ZipFile(wheel) as archive:
         (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        listed = re.findall(r"^Requires-Dist: (\S+); extra == .cluster.$", archive.read(metadata).decode(), re.M)
+        lines = archive.read(metadata).decode()
+        listed = re.findall(r"^Requires-Dist: (\S+); extra == .(?:cluster|k8s).$", lines, re.M)
     venv.create(tmp_path / "clean", with_pip=True)
     python, command = tmp_path / "clean/bin/python", tmp_path / "clean/bin/hybrid-ep"
     install = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
