@@ -38,7 +38,8 @@ PYTHON: list[list[str]] = [
     ["testing"],
     ["core"],
     ["workload"],
-    ["checks", "inputs", "launcher", "outputs", "packages", "rendezvous", "watched"],
+    ["inputs", "launcher", "outputs", "packages"],
+    ["checks", "rendezvous", "watched"],
     ["env"],
     ["errors", "_version", "_moved"],
     ["_C", "_cuda", "_nvml", "_nvshmem", "_verbs"],
@@ -200,7 +201,7 @@ def draw(path: Path) -> None:
     mpl.use("svg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(13, 10), width_ratios=[1.25, 1])
+    figure, axes = plt.subplots(1, 2, figsize=(14, 12), width_ratios=[1.6, 1])
     graphs = [("Python: hybrid_ep", PYTHON, python_edges()), ("C++ and CUDA: csrc", CXX, cxx_edges())]
     for axis, (title, levels, edges) in zip(axes, graphs, strict=True):
         used = {component for edge in edges for component in edge[:2]}
@@ -227,9 +228,9 @@ def draw(path: Path) -> None:
             }
             axis.annotate("", xy=(u, v), xytext=(x, y), arrowprops=arrow)
         for component, (x, y) in place.items():
-            box = {"boxstyle": "round,pad=0.5", "facecolor": "white", "edgecolor": COLOURS[int(-y) % len(COLOURS)]}
+            box = {"boxstyle": "round,pad=0.4", "facecolor": "white", "edgecolor": COLOURS[int(-y) % len(COLOURS)]}
             # Arrows pass behind the boxes.
-            axis.text(x, y, component, ha="center", va="center", bbox=box | {"linewidth": 2}, fontsize=15, zorder=5)
+            axis.text(x, y, component, ha="center", va="center", bbox=box | {"linewidth": 2}, fontsize=12, zorder=5)
         axis.set_title(title, fontsize=18)
         axis.set_xlim(0, 1)
         axis.set_ylim(-len(levels) + 0.4, 0.6)
