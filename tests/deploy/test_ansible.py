@@ -58,7 +58,7 @@ _DOCKER = """#!/bin/sh
 echo "docker $*" >>/tmp/docker.log
 case $1 in
   pull) [ -e /tmp/pulled ] || { touch /tmp/pulled; echo "Status: Downloaded newer image for $2"; }; exit ;;
-  run) until [ "$1" = hybrid-ep:test ]; do shift; done; shift; exec "$@" ;;
+  run) while [ "${1#hybrid-ep:test}" = "$1" ]; do shift; done; shift; exec "$@" ;;
 esac
 """
 FILES = {
