@@ -52,7 +52,7 @@ format: setup ## Rewrite Python and C++ in the house style
 wheel: ## Build a manylinux wheel for PYTHON into dist/; ARCH=aarch64 cross-compiles
 	ci/wheel.sh $(PYTHON) $(ARCH) dist
 
-image: ## Build a container image: TARGET=cpu|runtime|build|test, PLATFORM=linux/amd64|linux/arm64, ENGINE, SOURCES, CUDA
+image: ## Build a container image: TARGET=doctor|cpu|runtime|build|test, PLATFORM=linux/amd64|linux/arm64, ENGINE, SOURCES, CUDA
 	PYTHON="$(PYTHON)" ENGINE="$(ENGINE)" SOURCES="$(SOURCES)" CUDA="$(CUDA)" BUILD_ARGS="$(BUILD_ARGS)" ci/image.sh $(or $(TARGET),cpu) $(PLATFORM)
 
 image-test: ## Build the images of both architectures and run them; takes long

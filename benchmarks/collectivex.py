@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hybrid_ep
-from hybrid_ep.quantize import CHANNELS_PER_SCALE, cast_from_fp8, cast_to_fp8
+from hybrid_ep.checks import CHANNELS_PER_SCALE
+from hybrid_ep.quantize import cast_from_fp8, cast_to_fp8
 
 __all__ = ["make_backend"]
 

@@ -33,13 +33,15 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.consumer_functions import AllToAll, Combine, Dispatch, PermutingCombine, PermutingDispatch, all_to_all
-from hybrid_ep.bench.launch import find_launcher, open_ranks
+from hybrid_ep.bench.launch import open_ranks
 from hybrid_ep.bench.machine import device_name, rank_device, versions
 from hybrid_ep.bench.measure import anywhere
 from hybrid_ep.bench.timing import time_calls
+from hybrid_ep.launcher import find_launcher
 from hybrid_ep.outputs import OutputFolder
 from hybrid_ep.quantize import cast_from_fp8, cast_to_fp8
-from hybrid_ep.testing.workload import Workload, make_batch
+from hybrid_ep.testing.batch import make_batch
+from hybrid_ep.workload import Workload
 
 __all__ = ["PATHS", "Settings", "Way", "main", "measure", "ways_of"]
 

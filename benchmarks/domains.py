@@ -14,7 +14,7 @@ from matplotlib.ticker import FixedLocator, ScalarFormatter
 
 from hybrid_ep.cluster.model.spread import touched
 from hybrid_ep.report.charts import BLUE, GREY, ORANGE, new_figure, theme, to_png
-from hybrid_ep.testing.workload import Workload
+from hybrid_ep.workload import Workload
 
 DOMAINS = (2, 4, 8, 16, 32)
 TOKENS, HIDDEN, TOPK, EXPERTS = 4096, 7168, 8, 256

@@ -17,9 +17,9 @@ import torch
 
 from hybrid_ep.bench.command import measure_with_progress, print_to_terminal, write_document
 from hybrid_ep.bench.launch import open_ranks
-from hybrid_ep.bench.plan import BenchPlan, Candidate, default_workload_sizes
+from hybrid_ep.bench.plan import BenchPlan, Candidate
 from hybrid_ep.bench.results import BenchReport
-from hybrid_ep.testing.workload import Workload
+from hybrid_ep.workload import Workload, default_workload_sizes
 
 RESULTS = Path(__file__).resolve().parent / "results"
 GROUPS = ("figures", "low_latency", "batch_sizes")

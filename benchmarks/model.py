@@ -19,7 +19,7 @@ from hybrid_ep.cluster.model.predict import predict
 from hybrid_ep.cluster.model.question import Question
 from hybrid_ep.cluster.model.simulate import Tail, simulate_tail
 from hybrid_ep.cluster.model.traffic import expected_rows
-from hybrid_ep.testing.workload import Workload
+from hybrid_ep.workload import Workload
 
 RESULTS = Path(__file__).resolve().parent / "results"
 LIMIT = 0.15

@@ -21,7 +21,7 @@ from hybrid_ep.bench.command import print_to_terminal
 from hybrid_ep.bench.launch import measure_all
 from hybrid_ep.bench.plan import BALANCE, BenchPlan, Candidate
 from hybrid_ep.testing.cluster import VirtualCluster
-from hybrid_ep.testing.workload import Workload
+from hybrid_ep.workload import Workload
 
 
 @click.command(help=__doc__)

@@ -20,6 +20,7 @@ CHART = ROOT / "charts" / "hybrid-ep"
 # What kustomize gets for a setting, and the word that then takes its place: numbers have to be numbers for kustomize.
 PLACEHOLDERS: dict[str, tuple[str | int, str]] = {
     "image": ("__IMAGE__", "__IMAGE__"),
+    "doctorImage": ("__DOCTOR_IMAGE__", "__DOCTOR_IMAGE__"),
     "nodes": (770001, "__NODES__"),
     "ranksPerNode": (770002, "__RANKS_PER_NODE__"),
 }

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds `cpu` and `build` for both architectures and runs what came out, arm64 under emulation: ci/image_test.sh
-# This takes long, so `make test` has a shorter one. The log is .work/image/image-test.log.
+# Builds `doctor`, `cpu` and `build` for both architectures and runs what came out, arm64 under emulation: ci/image_test.sh
+# This takes long (docs/images.md has the times), so `make test` has a shorter one. The log is .work/image/image-test.log.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 mkdir -p .work/image
@@ -14,9 +14,15 @@ check() { run ci/image/builder.sh --private-network python3 ci/image/check.py "$
 
 export ENGINE=builder
 for platform in amd64 "$other"; do
+  run ci/image.sh doctor "linux/$platform"
   run ci/image.sh cpu "linux/$platform"
   run ci/image.sh build "linux/$platform"
 done
+of_doctor="architecture user labels health contents sbom doctor no_torch"
+# shellcheck disable=SC2086
+check "$image-doctor" $of_doctor
+# shellcheck disable=SC2086
+check "$image-doctor-$other" --slowness "$slowness" $of_doctor
 check "$image-cpu"
 # The demo of the first run, 8 ranks, takes an emulated processor too long; `commands` has a small one.
 check "$image-cpu-$other" --slowness "$slowness" architecture user labels health contents sbom k8s modules doctor commands ssh compose

@@ -7,8 +7,8 @@ variable "CREATED" { default = timestamp() }
 variable "SOURCE_URL" { default = "unknown" } // where the source is, for the label
 variable "TORCH_CPU_INDEX" { default = "" } // for cpu on amd64, see docs/images.md
 
-group "default" { targets = ["cpu", "runtime"] }
-group "all" { targets = ["cpu", "runtime", "runtime-cu12", "test"] }
+group "default" { targets = ["doctor", "cpu", "runtime"] }
+group "all" { targets = ["doctor", "cpu", "runtime", "runtime-cu12", "test"] }
 
 target "_common" {
   context    = "."
@@ -16,6 +16,12 @@ target "_common" {
   platforms  = ["linux/amd64", "linux/arm64"]
   args       = { VERSION = VERSION, REVISION = REVISION, CREATED = CREATED, SOURCE_URL = SOURCE_URL }
   attest     = ["type=provenance,mode=max", "type=sbom"]
+}
+
+target "doctor" {
+  inherits = ["_common"]
+  target   = "doctor"
+  tags     = ["${REGISTRY}hybrid-ep:${VERSION}-doctor"]
 }
 
 target "cpu" {

@@ -18,6 +18,7 @@ import click
 from hybrid_ep import env
 from hybrid_ep._version import __version__
 from hybrid_ep.errors import ConfigError, HybridEPError
+from hybrid_ep.packages import explain
 
 __all__ = ["main"]
 
@@ -123,6 +124,11 @@ class _LazyGroup(click.Group):
         except HybridEPError as error:
             click.echo(f"hybrid-ep: {type(error).__name__}: {error}", err=True)
             ctx.exit(2 if isinstance(error, ConfigError) else 1)
+        except ModuleNotFoundError as error:
+            if (text := explain(error)) is None:
+                raise
+            click.echo(f"hybrid-ep: {text}", err=True)
+            ctx.exit(2)
         except KeyboardInterrupt:
             click.echo("hybrid-ep: interrupted", err=True)
             ctx.exit(130)

@@ -17,6 +17,7 @@ __all__ = [
     "BUILD_CUDA",
     "BUILD_NVML",
     "BUILD_NVSHMEM",
+    "CHECKS_ONLY",
     "CMAKE_ARGS",
     "CONTAINER",
     "ELASTIC_BUFFER",
@@ -440,6 +441,15 @@ VISIBLE_DEVICES = Variable(
     "NVIDIA_VISIBLE_DEVICES", "", str, "all, none, or GPUs", "The GPUs that the container toolkit was asked for."
 )
 
+CHECKS_ONLY = Variable(
+    "HYBRID_EP_CHECKS_ONLY",
+    "off",
+    _choice("on", "off"),
+    "on or off",
+    "`on` says that no job runs with this installation, so that the doctor does not judge its packages, torch first. "
+    "The image `doctor` sets it.",
+)
+
 VARIABLES: tuple[Variable[Any], ...] = (
     ENGINE,
     TIMEOUT_S,
@@ -477,6 +487,7 @@ VARIABLES: tuple[Variable[Any], ...] = (
     NODE_NAME,
     CONTAINER,
     VISIBLE_DEVICES,
+    CHECKS_ONLY,
     BUILD_CUDA,
     BUILD_NVML,
     BUILD_NVSHMEM,

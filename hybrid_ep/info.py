@@ -7,7 +7,7 @@ import importlib.metadata
 import json
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,8 +21,8 @@ from rich.table import Table
 
 from hybrid_ep import env
 from hybrid_ep._version import __version__
-from hybrid_ep.cluster.doctor import Node, Unreadable, WatchedNode
 from hybrid_ep.errors import ConfigError
+from hybrid_ep.watched import Unreadable, Watched
 
 __all__ = ["Info", "collect", "env_table", "info"]
 
@@ -63,17 +63,17 @@ class Info:
 
 def _collect_in_time() -> Info:
     """Does as `collect` in a child process: if the driver hangs, only its facts are missing, after a limited time."""
-    with closing(WatchedNode(limit_s=_LIMIT_S)) as node:
+    with closing(Watched(lambda watch: watch, limit_s=_LIMIT_S)) as child:
         try:
-            return node.run(_collect_watched)
+            return child.run(_collect_watched)
         except Unreadable as error:
             return Info(_versions(), "", "", None, str(error), None, str(error), {}, [], sys.executable, _package())
 
 
-def _collect_watched(node: Node) -> Info:
-    node.watch("import of torch")
+def _collect_watched(watch: Callable[[str], None]) -> Info:
+    watch("import of torch")
     importlib.import_module("torch")
-    node.watch("CUDA")
+    watch("CUDA")
     return collect()
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybrid_ep.core.checks import require, require_int
+from hybrid_ep.checks import CHANNELS_PER_SCALE, require, require_int
 from hybrid_ep.errors import ConfigError
 
 __all__ = [
@@ -45,7 +45,7 @@ __all__ = [
     "unpack_ue8m0",
 ]
 
-CHANNELS_PER_SCALE = 128
+
 SCALES_PER_WORD = 4
 E4M3_MAX = 448.0
 CHANNELS_PER_BLOCK = 16

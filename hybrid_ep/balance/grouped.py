@@ -18,7 +18,7 @@ from hybrid_ep.balance.online import OnlinePlan
 from hybrid_ep.buffers.collective import collective
 from hybrid_ep.buffers.hybrid import HybridEPBuffer
 from hybrid_ep.buffers.hybrid_handles import PermutedHandle
-from hybrid_ep.core.checks import require
+from hybrid_ep.checks import require
 
 __all__ = ["GroupedRows", "dispatch_online"]
 

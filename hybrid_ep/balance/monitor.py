@@ -18,16 +18,9 @@ from torch import Tensor
 from hybrid_ep import env
 from hybrid_ep.balance.placement import ExpertPlacement
 from hybrid_ep.balance.rebalance import require_loads
+from hybrid_ep.checks import require, require_instance, require_int, require_path, require_seconds
 from hybrid_ep.core.board import Board, rendezvous_all
-from hybrid_ep.core.checks import (
-    require,
-    require_device,
-    require_instance,
-    require_int,
-    require_path,
-    require_seconds,
-    require_tensor,
-)
+from hybrid_ep.core.checks import require_device, require_tensor
 from hybrid_ep.engine.refusals import at_rank
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.inputs import read_json_input

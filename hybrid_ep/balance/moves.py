@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hybrid_ep.balance.placement import ExpertPlacement
 from hybrid_ep.balance.rebalance import Floats, Ints
-from hybrid_ep.core.checks import require, require_instance, require_int
+from hybrid_ep.checks import require, require_instance, require_int
 
 __all__ = ["NextPlacement", "next_placement"]
 

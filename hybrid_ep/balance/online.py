@@ -23,8 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hybrid_ep.checks import require, require_int
 from hybrid_ep.core import kernels
-from hybrid_ep.core.checks import packed, require, require_expert_indices, require_int, require_tensor
+from hybrid_ep.core.checks import packed, require_expert_indices, require_tensor
 
 __all__ = ["OnlinePlan", "map_online", "plan_online", "require_tolerance"]
 

@@ -24,17 +24,9 @@ import torch
 from torch import Tensor
 
 from hybrid_ep.balance.rebalance import inverse_map, rebalance_experts, require_loads
+from hybrid_ep.checks import require, require_instance, require_int, require_path
 from hybrid_ep.core import kernels
-from hybrid_ep.core.checks import (
-    packed,
-    require,
-    require_device,
-    require_expert_indices,
-    require_instance,
-    require_int,
-    require_path,
-    require_tensor,
-)
+from hybrid_ep.core.checks import packed, require_device, require_expert_indices, require_tensor
 from hybrid_ep.errors import ConfigError
 
 __all__ = ["DevicePlacement", "ExpertPlacement", "balancedness"]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybrid_ep.balance.moves import next_placement
 from hybrid_ep.balance.placement import ExpertPlacement, balancedness
-from hybrid_ep.core.checks import require, require_int
+from hybrid_ep.checks import require, require_int
 
 __all__ = ["COLUMNS", "Outcome", "Question", "judge_policies", "table_rows"]
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hybrid_ep.core.checks import require, require_int
+from hybrid_ep.checks import require, require_int
 from hybrid_ep.errors import ConfigError
 
 __all__ = ["gpu_loads", "inverse_map", "rebalance_experts", "require_loads"]

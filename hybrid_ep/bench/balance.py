@@ -24,7 +24,7 @@ from hybrid_ep.buffers.expert_moves import CountExchange, copy_weights
 from hybrid_ep.buffers.normal import Buffer
 from hybrid_ep.nn.experts import Experts
 from hybrid_ep.nn.layer import MoELayer
-from hybrid_ep.testing.workload import Batch, make_batch, make_routing
+from hybrid_ep.testing.batch import Batch, make_batch, make_routing
 
 __all__ = ["POLICIES", "measure_balance"]
 

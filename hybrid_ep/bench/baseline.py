@@ -16,7 +16,7 @@ from hybrid_ep.bench.plan import BenchPlan
 from hybrid_ep.bench.subject import Received, Subject, as_float32
 from hybrid_ep.core.layout import Permutation, compute_layout, permutation_by_expert
 from hybrid_ep.quantize import cast_to_fp8
-from hybrid_ep.testing.workload import Batch
+from hybrid_ep.testing.batch import Batch
 
 __all__ = ["AllToAllSubject"]
 

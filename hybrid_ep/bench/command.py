@@ -11,16 +11,18 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from hybrid_ep.bench.launch import Launcher, Run, find_launcher, measure_all, open_ranks
+from hybrid_ep.bench.launch import Run, measure_all, open_ranks
 from hybrid_ep.bench.link import print_link_report, run_link_bench
-from hybrid_ep.bench.plan import BALANCE, MODES, SKEWS_PER_EXPONENT, BenchPlan, Candidate, default_workload_sizes
+from hybrid_ep.bench.plan import BALANCE, MODES, BenchPlan, Candidate
 from hybrid_ep.bench.results import BenchReport, document_text
 from hybrid_ep.bench.subjects import BASELINE, require_known
 from hybrid_ep.bench.tables import print_report, render_markdown
-from hybrid_ep.core.checks import require_int
+from hybrid_ep.checks import require_int
 from hybrid_ep.errors import ConfigError
+from hybrid_ep.launcher import Launcher, find_launcher
 from hybrid_ep.outputs import OutputFolder
-from hybrid_ep.testing.workload import DTYPES, ROUTINGS, ZIPF_EXPONENT, Workload
+from hybrid_ep.packages import require_package
+from hybrid_ep.workload import DTYPES, ROUTINGS, SKEWS_PER_EXPONENT, ZIPF_EXPONENT, Workload, default_workload_sizes
 
 __all__ = ["bench", "measure_with_progress", "print_to_terminal", "write_document"]
 
@@ -128,6 +130,8 @@ def bench(
 
     Exits with 1 if a row is wrong.
     """
+    if out is not None:
+        require_package("matplotlib")  # before anything is measured, and not after
     try:
         launcher = find_launcher()
         device = _device(device)

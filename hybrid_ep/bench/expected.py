@@ -16,7 +16,8 @@ from hybrid_ep.bench.machine import rank_device
 from hybrid_ep.bench.plan import BenchPlan
 from hybrid_ep.bench.subject import Received
 from hybrid_ep.quantize import cast_from_fp8, cast_to_fp8
-from hybrid_ep.testing.workload import Batch, Workload, make_batch
+from hybrid_ep.testing.batch import Batch, make_batch
+from hybrid_ep.workload import Workload
 
 __all__ = ["check_combined", "check_received", "expert_factor"]
 

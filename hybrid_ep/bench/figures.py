@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
-from hybrid_ep.bench.plan import BALANCE, CALLS, SKEWS_PER_EXPONENT
+from hybrid_ep.bench.plan import BALANCE, CALLS
 from hybrid_ep.bench.results import WIRE, BenchReport, BenchResult, Operation, Outcome, settings, varying
 from hybrid_ep.report.charts import GREY, PALETTE, Picture, label_bars, new_figure, theme, to_png
+from hybrid_ep.workload import SKEWS_PER_EXPONENT
 
 __all__ = ["draw"]
 

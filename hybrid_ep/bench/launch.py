@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,51 +18,12 @@ from hybrid_ep.bench.plan import BALANCE, BenchPlan, Candidate
 from hybrid_ep.bench.results import WIRE, BenchReport, summarize
 from hybrid_ep.bench.timing import time_floor, time_host_floor
 from hybrid_ep.bench.wire import measure_wire
-from hybrid_ep.errors import ConfigError
+from hybrid_ep.launcher import Launcher
 from hybrid_ep.testing.cluster import VirtualCluster
 
-__all__ = ["Launcher", "Run", "find_launcher", "measure_all", "open_ranks"]
-
+__all__ = ["Run", "measure_all", "open_ranks"]
 
 Run = Callable[..., list[Any]]
-
-
-class Launcher(NamedTuple):
-    """The rank of this process in a group that a launcher has started.
-
-    Attributes:
-        name: ``torchrun``, ``mpirun`` or ``srun``.
-        rank: this process.
-        num_ranks: of the group.
-        local_rank: within its node; says which GPU.
-    """
-
-    name: str
-    rank: int
-    num_ranks: int
-    local_rank: int
-
-
-def find_launcher() -> Launcher | None:
-    """Returns who this process is, or None where it was started by hand.
-
-    Raises:
-        ConfigError: a launcher's variables are there in part.
-    """
-    for name, rank, size, local in (
-        ("torchrun", env.RANK, env.WORLD_SIZE, env.LOCAL_RANK),
-        ("mpirun", env.MPI_RANK, env.MPI_SIZE, env.MPI_LOCAL_RANK),
-    ):
-        values = rank.get(), size.get(), local.get()
-        if values[0] is not None:
-            if values[1] is None or values[2] is None:
-                raise ConfigError(f"{rank.name} is set; allowed: together with {size.name} and {local.name}")
-            return Launcher(name, values[0], values[1], values[2])
-    # In a shell that srun opened, a program is started by hand: such a step has one task.
-    step = env.SLURM_RANK.get(), env.SLURM_SIZE.get(), env.SLURM_LOCAL_RANK.get()
-    if step[0] is not None and step[1] is not None and step[2] is not None and step[1] > 1:
-        return Launcher("srun", step[0], step[1], step[2])
-    return None
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from hybrid_ep._version import __version__
+from hybrid_ep.topology import probe
 
 __all__ = ["command_line", "device_name", "rank_device", "versions"]
 
@@ -39,7 +40,7 @@ def versions(device: str) -> dict[str, str]:
     if device == "cuda":
         found["CUDA"] = str(torch.version.cuda)
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-        found["driver"] = _driver()
+        found["driver"] = probe().driver_version or "unknown"
     return found
 
 
@@ -52,13 +53,3 @@ def _commit() -> dict[str, str]:
         return {"commit": subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True).strip()}
     except (OSError, subprocess.CalledProcessError):
         return {}
-
-
-def _driver() -> str:
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        return str(pynvml.nvmlSystemGetDriverVersion())
-    except pynvml.NVMLError as error:
-        return f"unknown ({error})"

@@ -15,7 +15,7 @@ from hybrid_ep.bench.rows import RowCounts, count_crossings, count_rows
 from hybrid_ep.bench.subject import Subject
 from hybrid_ep.bench.subjects import open_subject
 from hybrid_ep.bench.timing import Holding, Times, time_calls, time_host, time_until_done
-from hybrid_ep.testing.workload import make_batch
+from hybrid_ep.testing.batch import make_batch
 
 __all__ = ["RankMeasurement", "anywhere", "measure"]
 

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybrid_ep.core.checks import require, require_int
-from hybrid_ep.testing.workload import Workload
+from hybrid_ep.checks import require, require_int
+from hybrid_ep.workload import Workload
 
 __all__ = [
     "BALANCE",
     "CALLS",
     "MODES",
-    "SKEWS_PER_EXPONENT",
     "BenchPlan",
     "Candidate",
     "call_of",
-    "default_workload_sizes",
 ]
 
 BALANCE = "balance"
 MODES = ("normal", "permute", "low-latency", BALANCE)
 CALLS = ("dispatch", "combine")
-SKEWS_PER_EXPONENT = 5  # skew 5 is Zipf's law
 _HALVES = (": send", ": receive")
 _IN_A_ROW = ": graph of "
 _UNTIL_DONE = ": until done"
@@ -97,11 +94,3 @@ def call_of(operation: str) -> str | None:
     call = operation.partition(":")[0]
     is_alone = not operation.endswith((*_HALVES, _UNTIL_DONE)) and _IN_A_ROW not in operation
     return call if call in CALLS and is_alone else None
-
-
-def default_workload_sizes(device: str, mode: str) -> dict[str, int]:
-    """Sizes for what the caller leaves open: those of large models on GPUs, small ones on a CPU."""
-    decode = mode == "low-latency"
-    if device == "cuda":
-        return {"tokens": 128 if decode else 4096, "hidden": 7168, "topk": 8, "experts": 256}
-    return {"tokens": 32 if decode else 256, "hidden": 1024, "topk": 4, "experts": 32}

@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hybrid_ep.bench.measure import RankMeasurement
-from hybrid_ep.bench.plan import BALANCE, CALLS, SKEWS_PER_EXPONENT, BenchPlan, Candidate, call_of
+from hybrid_ep.bench.plan import BALANCE, CALLS, BenchPlan, Candidate, call_of
 from hybrid_ep.bench.rails import rail_metrics
 from hybrid_ep.bench.rows import RowCounts
 from hybrid_ep.bench.timing import Times
 from hybrid_ep.bench.wire import RankWire, compared_sms
+from hybrid_ep.workload import SKEWS_PER_EXPONENT
 
 __all__ = [
     "WIRE",

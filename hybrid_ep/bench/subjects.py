@@ -19,7 +19,7 @@ from hybrid_ep.bench.subject import Received, Subject, as_float32
 from hybrid_ep.engine.calls import Rows
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.quantize import cast_to_fp8
-from hybrid_ep.testing.workload import Batch
+from hybrid_ep.testing.batch import Batch
 
 __all__ = [
     "BASELINE",

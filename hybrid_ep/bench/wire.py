@@ -26,7 +26,7 @@ from hybrid_ep.engine.cuda.symmetric import SymmetricMemory
 from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.engine.select import choose_engine
 from hybrid_ep.errors import TopologyError
-from hybrid_ep.testing.workload import make_routing
+from hybrid_ep.testing.batch import make_routing
 
 __all__ = ["Push", "RankWire", "compared_sms", "make_dst_rows", "measure_wire"]
 

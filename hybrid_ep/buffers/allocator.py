@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hybrid_ep.buffers.base import BaseBuffer
-from hybrid_ep.core.checks import require, require_int
+from hybrid_ep.checks import require, require_int
 
 __all__ = ["BufferAllocator"]
 

@@ -18,16 +18,8 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hybrid_ep import env
-from hybrid_ep.core.checks import (
-    MAX_TOPK,
-    packed,
-    packed_copy,
-    require,
-    require_expert_indices,
-    require_int,
-    require_no_grad,
-    require_tensor,
-)
+from hybrid_ep.checks import MAX_TOPK, require, require_int
+from hybrid_ep.core.checks import packed, packed_copy, require_expert_indices, require_no_grad, require_tensor
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.layout import map_to_indices, widest_token
 from hybrid_ep.core.repeatable import Memo

@@ -24,7 +24,7 @@ from hybrid_ep.buffers.elastic_calls import (
 )
 from hybrid_ep.buffers.elastic_handle import EPHandle
 from hybrid_ep.buffers.elastic_repeats import READS, ROWS
-from hybrid_ep.core.checks import MAX_BYTES, require, require_int, unsupported
+from hybrid_ep.checks import MAX_BYTES, require, require_int, unsupported
 from hybrid_ep.core.event import EventOverlap
 from hybrid_ep.core.repeatable import first, repeatable
 

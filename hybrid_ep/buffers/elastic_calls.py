@@ -18,17 +18,8 @@ from hybrid_ep.buffers.elastic_handle import Counts, EPHandle
 from hybrid_ep.buffers.elastic_repeats import repeat_along, repeat_combine, repeat_dispatch
 from hybrid_ep.buffers.load_balance import LoadBalanceCalls
 from hybrid_ep.buffers.repeats import up_to
-from hybrid_ep.core.checks import (
-    MAX_BYTES,
-    MAX_TOPK,
-    are_packed,
-    packed,
-    packed_copy,
-    require,
-    require_bool,
-    require_int,
-    require_tensor,
-)
+from hybrid_ep.checks import MAX_BYTES, MAX_TOPK, require, require_bool, require_int
+from hybrid_ep.core.checks import are_packed, packed, packed_copy, require_tensor
 from hybrid_ep.core.event import EventHandle, EventOverlap, as_overlap
 from hybrid_ep.core.repeatable import Repeat
 from hybrid_ep.core.streams import is_capturing

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from hybrid_ep.buffers.base import BaseBuffer
+from hybrid_ep.checks import MAX_TOPK, require
 from hybrid_ep.core import kernels
-from hybrid_ep.core.checks import MAX_TOPK, packed, require
+from hybrid_ep.core.checks import packed
 from hybrid_ep.engine.calls import DispatchRequest, ExpertCopies, ReplicaMapping, Routing, Rows
 
 __all__ = ["CountExchange", "ReplicaRoutes", "add_gradients", "copy_weights", "route_replicas"]

@@ -27,7 +27,8 @@ from hybrid_ep.buffers.hybrid_repeats import (
     repeat_combine_dense,
     repeat_dispatch,
 )
-from hybrid_ep.core.checks import MAX_TOPK, Passed, are_packed, packed, require, require_int, require_tensor
+from hybrid_ep.checks import MAX_TOPK, require, require_int
+from hybrid_ep.core.checks import Passed, are_packed, packed, require_tensor
 from hybrid_ep.core.layout import (
     columns_of_experts,
     experts_of_columns,

@@ -12,17 +12,8 @@ from torch import Tensor
 
 from hybrid_ep.buffers.base import BaseBuffer, as_rows, check_rows, check_weights
 from hybrid_ep.buffers.hybrid_config import BufferConfig, Configurer, HybridEpConfigInstance
-from hybrid_ep.core.checks import (
-    MAX_TOPK,
-    Passed,
-    packed,
-    packed_copy,
-    require,
-    require_int,
-    require_plain,
-    require_tensor,
-    traits,
-)
+from hybrid_ep.checks import MAX_TOPK, require, require_int
+from hybrid_ep.core.checks import Passed, packed, packed_copy, require_plain, require_tensor, traits
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.layout import (
     indices_to_map,

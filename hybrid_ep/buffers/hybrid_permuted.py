@@ -15,7 +15,8 @@ from hybrid_ep.buffers.hybrid_repeats import (
     repeat_permuted_along,
     repeat_unpermute,
 )
-from hybrid_ep.core.checks import MAX_TOPK, are_packed, packed, require, require_bool, require_int
+from hybrid_ep.checks import MAX_TOPK, require, require_bool, require_int
+from hybrid_ep.core.checks import are_packed, packed
 from hybrid_ep.core.layout import weights_to_probs, widest_token
 from hybrid_ep.core.repeatable import first, repeatable
 from hybrid_ep.engine.calls import CachedDispatchRequest, CombineRequest, DispatchRequest, Rows

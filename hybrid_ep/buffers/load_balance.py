@@ -10,14 +10,8 @@ from torch import Tensor
 from hybrid_ep.buffers.base import BaseBuffer
 from hybrid_ep.buffers.collective import collective
 from hybrid_ep.buffers.expert_moves import add_gradients, copy_weights, route_replicas
-from hybrid_ep.core.checks import (
-    are_packed,
-    require,
-    require_expert_indices,
-    require_int,
-    require_plain,
-    require_tensor,
-)
+from hybrid_ep.checks import require, require_int
+from hybrid_ep.core.checks import are_packed, require_expert_indices, require_plain, require_tensor
 from hybrid_ep.core.event import EventHandle, EventOverlap, as_overlap
 
 __all__ = ["LoadBalanceCalls"]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from hybrid_ep.buffers.base import BaseBuffer
+from hybrid_ep.checks import MAX_BYTES, require, require_int
 from hybrid_ep.core.calls import plain_tensors
-from hybrid_ep.core.checks import MAX_BYTES, require, require_int
 
 __all__ = ["LocalMemory"]
 

@@ -16,19 +16,9 @@ from torch import Tensor
 
 from hybrid_ep.buffers.low_latency_arguments import LowLatencyArguments, nvfp4_as_returned, row_format, signals_of
 from hybrid_ep.buffers.repeats import repeat_low_latency_combine, repeat_low_latency_dispatch
+from hybrid_ep.checks import MAX_INT, MAX_TOPK, require, require_bool, require_bools, require_int
 from hybrid_ep.core.calls import plain_tensors
-from hybrid_ep.core.checks import (
-    MAX_INT,
-    MAX_TOPK,
-    Passed,
-    packed,
-    require,
-    require_bool,
-    require_bools,
-    require_int,
-    require_tensor,
-    traits,
-)
+from hybrid_ep.core.checks import Passed, packed, require_tensor, traits
 from hybrid_ep.core.event import EventOverlap
 from hybrid_ep.core.logfmt import CHANNELS_PER_HEADER
 from hybrid_ep.core.repeatable import first, repeatable

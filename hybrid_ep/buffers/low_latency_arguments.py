@@ -8,16 +8,10 @@ import torch
 from torch import Tensor
 
 from hybrid_ep.buffers.base import BaseBuffer, check_global_scale
-from hybrid_ep.core.checks import require, require_bools, require_int, require_no_grad, require_tensor
+from hybrid_ep.checks import CHANNELS_PER_SCALE, require, require_bools, require_int
+from hybrid_ep.core.checks import require_no_grad, require_tensor
 from hybrid_ep.engine.calls import ExpertSignals, LowLatencyHandle
-from hybrid_ep.quantize import (
-    CHANNELS_PER_BLOCK,
-    CHANNELS_PER_SCALE,
-    SCALES_PER_WORD,
-    Fp8Format,
-    Nvfp4Format,
-    RowFormat,
-)
+from hybrid_ep.quantize import CHANNELS_PER_BLOCK, SCALES_PER_WORD, Fp8Format, Nvfp4Format, RowFormat
 
 __all__ = ["LowLatencyArguments", "nvfp4_as_returned", "row_format", "signals_of"]
 

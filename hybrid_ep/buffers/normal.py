@@ -24,18 +24,9 @@ from hybrid_ep.buffers.local_memory import LocalMemory
 from hybrid_ep.buffers.low_latency import LowLatencyCalls
 from hybrid_ep.buffers.normal_arguments import NormalArguments, Parts, Tokens, as_given, parts_of
 from hybrid_ep.buffers.repeats import repeat_along, repeat_combine, repeat_dispatch, up_to
+from hybrid_ep.checks import MAX_BYTES, require, require_bool, require_int
 from hybrid_ep.core import kernels
-from hybrid_ep.core.checks import (
-    MAX_BYTES,
-    Passed,
-    are_packed,
-    packed,
-    require,
-    require_bool,
-    require_int,
-    row_traits,
-    traits,
-)
+from hybrid_ep.core.checks import Passed, are_packed, packed, row_traits, traits
 from hybrid_ep.core.config import Config
 from hybrid_ep.core.event import EventHandle, EventOverlap
 from hybrid_ep.core.layout import compute_layout, layout_by_kernel

@@ -16,7 +16,8 @@ from hybrid_ep.buffers.base import (
     check_rows,
     check_weights,
 )
-from hybrid_ep.core.checks import Passed, packed, require, require_int, require_tensor
+from hybrid_ep.checks import require, require_int
+from hybrid_ep.core.checks import Passed, packed, require_tensor
 from hybrid_ep.core.layout import compute_layout
 from hybrid_ep.engine.calls import (
     CachedDispatchRequest,

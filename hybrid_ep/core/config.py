@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybrid_ep.core.checks import require, require_int
+from hybrid_ep.checks import require, require_int
 
 __all__ = ["Config"]
 

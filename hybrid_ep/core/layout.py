@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from hybrid_ep import _C
+from hybrid_ep.checks import MAX_TOPK, require, require_int
 from hybrid_ep.core import kernels
-from hybrid_ep.core.checks import MAX_TOPK, packed, require, require_expert_indices, require_int, require_tensor
+from hybrid_ep.core.checks import packed, require_expert_indices, require_tensor
 from hybrid_ep.core.streams import current_raw_stream
 
 if TYPE_CHECKING:

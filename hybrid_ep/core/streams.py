@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from hybrid_ep.core.checks import require_bool
+from hybrid_ep.checks import require_bool
 from hybrid_ep.core.event import EventHandle, EventOverlap, as_overlap
 
 __all__ = ["CommStream", "current_raw_stream", "is_capturing"]

@@ -15,6 +15,7 @@ from hybrid_ep.demo.settings import Settings
 from hybrid_ep.demo.tables import print_result
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.outputs import OutputFolder
+from hybrid_ep.packages import require_package
 
 __all__ = ["demo"]
 
@@ -62,6 +63,8 @@ def demo(
         settings = Settings(ranks, domains, tokens, hidden, topk, experts, steps, seed, skew, lose_rank)
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
+    if out is not None:
+        require_package("matplotlib")  # before the ranks run, and not after
     result = _run_with_progress(settings)
     if as_json:
         click.echo(json.dumps(result.to_json(), indent=2))

@@ -22,9 +22,9 @@ from hybrid_ep.demo.settings import Settings
 from hybrid_ep.demo.skew import ALLOWED_RMS
 from hybrid_ep.elastic import recover
 from hybrid_ep.errors import TransportError
+from hybrid_ep.testing.batch import make_batch
 from hybrid_ep.testing.cluster import VirtualCluster
 from hybrid_ep.testing.reference import dense_moe
-from hybrid_ep.testing.workload import make_batch
 
 __all__ = ["LossResult", "lose_a_rank"]
 

@@ -19,7 +19,7 @@ from hybrid_ep.buffers.hybrid import HybridEPBuffer
 from hybrid_ep.buffers.normal import Buffer
 from hybrid_ep.demo.settings import Path, Settings
 from hybrid_ep.quantize import cast_from_fp8, cast_to_fp8
-from hybrid_ep.testing.workload import Batch
+from hybrid_ep.testing.batch import Batch
 
 __all__ = ["Passage", "PhaseLog", "travel"]
 

@@ -15,8 +15,9 @@ from hybrid_ep.demo.traffic import HopBytes, all_gather_bytes, all_to_all_bytes,
 from hybrid_ep.demo.train import train
 from hybrid_ep.demo.verify import RankCheck, check_path
 from hybrid_ep.errors import ConfigError
+from hybrid_ep.testing.batch import make_routing
 from hybrid_ep.testing.cluster import VirtualCluster
-from hybrid_ep.testing.workload import Workload, make_routing
+from hybrid_ep.workload import Workload
 
 __all__ = ["NUM_PHASES", "run_demo"]
 

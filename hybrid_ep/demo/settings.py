@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybrid_ep.core.checks import require, require_int
-from hybrid_ep.testing.workload import Workload
+from hybrid_ep.checks import require, require_int
+from hybrid_ep.workload import Workload
 
 __all__ = ["PATHS", "ROUTINGS", "Path", "Settings"]
 

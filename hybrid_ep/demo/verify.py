@@ -26,8 +26,9 @@ from hybrid_ep.demo.paths import travel
 from hybrid_ep.demo.settings import Path, Settings
 from hybrid_ep.engine.calls import MIN_TOKENS_TO_SUM
 from hybrid_ep.quantize import cast_from_fp8, cast_to_fp8
+from hybrid_ep.testing.batch import make_batch, make_routing
 from hybrid_ep.testing.reference import dense_moe
-from hybrid_ep.testing.workload import Workload, make_batch, make_routing
+from hybrid_ep.workload import Workload
 
 __all__ = ["FP8_ALLOWED_RMS", "RankCheck", "allowed_fraction", "check_path", "num_roundings"]
 

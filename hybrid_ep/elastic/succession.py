@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hybrid_ep.balance.placement import ExpertPlacement
-from hybrid_ep.core.checks import require
+from hybrid_ep.checks import require
 from hybrid_ep.errors import ConfigError, TopologyError
 
 __all__ = ["Load", "Roster", "Succession", "arrange", "succeed"]

@@ -7,14 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hybrid_ep.checks import CHANNELS_PER_SCALE
 from hybrid_ep.engine.calls import Rows
-from hybrid_ep.quantize import (
-    CHANNELS_PER_BLOCK,
-    CHANNELS_PER_SCALE,
-    SCALES_PER_WORD,
-    Nvfp4Format,
-    RowFormat,
-)
+from hybrid_ep.quantize import CHANNELS_PER_BLOCK, SCALES_PER_WORD, Nvfp4Format, RowFormat
 
 __all__ = ["PackedLayout"]
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from hybrid_ep import env
+from hybrid_ep.checks import require_seconds
 from hybrid_ep.core.board import Board, rendezvous_all
-from hybrid_ep.core.checks import require_seconds
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.host import host_name
 from hybrid_ep.engine.base import Engine

@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from hybrid_ep.buffers.normal import Buffer
-from hybrid_ep.core.checks import require
+from hybrid_ep.checks import require
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.nn.grouped import grouped_linear
 from hybrid_ep.nn.modules import DispatchedTokens, GroupedTokens

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from hybrid_ep.balance.placement import ExpertPlacement
 from hybrid_ep.buffers.normal import Buffer
-from hybrid_ep.core.checks import MAX_INT, MAX_TOPK, require, require_int, require_plain, require_tensor
+from hybrid_ep.checks import MAX_INT, MAX_TOPK, require, require_int
+from hybrid_ep.core.checks import require_plain, require_tensor
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.nn.experts import Experts
 from hybrid_ep.nn.modules import MoECombine, MoEDispatch, MoEGroupedDispatch, require_buffer

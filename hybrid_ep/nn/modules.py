@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_ep.buffers.normal import Buffer
-from hybrid_ep.core.checks import require, require_int, require_tensor
+from hybrid_ep.checks import require, require_int
+from hybrid_ep.core.checks import require_tensor
 from hybrid_ep.engine.calls import DispatchHandle
 from hybrid_ep.nn.ops import hold, number_of
 

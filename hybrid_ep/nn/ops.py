@@ -23,7 +23,8 @@ from torch.autograd.function import once_differentiable
 from hybrid_ep.buffers.base import check_rows
 from hybrid_ep.buffers.collective import collective
 from hybrid_ep.buffers.normal import Buffer
-from hybrid_ep.core.checks import packed, require, require_tensor
+from hybrid_ep.checks import require
+from hybrid_ep.core.checks import packed, require_tensor
 from hybrid_ep.engine.calls import (
     CachedDispatchRequest,
     Combined,

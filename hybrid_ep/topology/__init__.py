@@ -7,7 +7,7 @@ named in `Topology.missing`.
 
 from __future__ import annotations
 
-from hybrid_ep.topology.choice import choose_nic, choose_nics
+from hybrid_ep.topology.choice import choose_nic, choose_nics, near_cpus
 from hybrid_ep.topology.domains import DomainMember, find_domains, gather_domains
 from hybrid_ep.topology.model import (
     UNREADABLE,
@@ -41,5 +41,6 @@ __all__ = [
     "choose_nics",
     "find_domains",
     "gather_domains",
+    "near_cpus",
     "probe",
 ]

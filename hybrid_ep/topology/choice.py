@@ -1,15 +1,20 @@
-"""Which NICs a GPU uses: the nearest that are up, shared out evenly, unless the site says otherwise."""
+"""Which NICs a GPU uses: the nearest that are up, shared out evenly, unless the site says otherwise. And its CPUs."""
 
 from __future__ import annotations
 
+import logging
+import os
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 from hybrid_ep import env
 from hybrid_ep.errors import TopologyError
 from hybrid_ep.topology.model import Nic, Topology
 
-__all__ = ["choose_nic", "choose_nics"]
+__all__ = ["choose_nic", "choose_nics", "near_cpus"]
+
+_LOG = logging.getLogger("hybrid_ep")
 
 
 def choose_nic(topology: Topology, gpu_idx: int, names: Sequence[str] | None = None) -> Nic | None:
@@ -77,3 +82,27 @@ def _nearest(topology: Topology, gpu_idx: int) -> list[int]:
 
 def _link_layers(nic: Nic) -> frozenset[str]:
     return frozenset(port.link_layer for port in nic.ports)
+
+
+def near_cpus(topology: Topology, gpu_idx: int | None) -> list[int]:
+    """Returns the CPUs next to a GPU that this process may use; empty: anywhere."""
+    gpu = next((gpu for gpu in topology.gpus if gpu.gpu_idx == gpu_idx), None)
+    if gpu is None or gpu.numa_node < 0:
+        return []
+    file = Path(f"/sys/devices/system/node/node{gpu.numa_node}/cpulist")
+    try:
+        near = _parse_cpus(file.read_text())
+    except (OSError, ValueError) as error:
+        _LOG.debug("CPUs of NUMA node %d: %s", gpu.numa_node, error)
+        return []
+    return sorted(near & os.sched_getaffinity(0))
+
+
+def _parse_cpus(text: str) -> set[int]:
+    """``0-3,8`` → {0, 1, 2, 3, 8}."""
+    cpus: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first:
+            cpus.update(range(int(first), int(last or first) + 1))
+    return cpus

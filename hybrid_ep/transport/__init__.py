@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from hybrid_ep.transport.choice import TransportChoice, TransportState, agree_on_transport, choose_transport, survey
 from hybrid_ep.transport.domain_link import DomainLink, Ring, connect_link, open_link
-from hybrid_ep.transport.rendezvous import exchange
 
 __all__ = [
     "DomainLink",
@@ -19,7 +18,6 @@ __all__ = [
     "agree_on_transport",
     "choose_transport",
     "connect_link",
-    "exchange",
     "open_link",
     "survey",
 ]

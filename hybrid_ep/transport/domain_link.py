@@ -12,11 +12,11 @@ from hybrid_ep import env
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.host import host_name
 from hybrid_ep.errors import ClosedError, ConfigError, TransportError
-from hybrid_ep.topology import probe
+from hybrid_ep.rendezvous import exchange, refuse
+from hybrid_ep.topology import near_cpus, probe
 from hybrid_ep.transport import nvshmem
 from hybrid_ep.transport.choice import TransportChoice, TransportState, agree_on_transport, survey
-from hybrid_ep.transport.rendezvous import exchange, refuse
-from hybrid_ep.transport.settings import gpu_idx_of, local_address, nic_names, proxy_cpus
+from hybrid_ep.transport.settings import gpu_idx_of, local_address, nic_names
 
 if TYPE_CHECKING:
     import torch
@@ -281,7 +281,7 @@ def _nvshmem_proxy(
         windows=windows,
         pes=list(grid.peers),
         device=device_idx,
-        cpus=proxy_cpus(topology, gpu_idx_of(topology, device)),
+        cpus=near_cpus(topology, gpu_idx_of(topology, device)),
     )
     uses_mapped = all(windows) and len(windows) <= native.max_mapped_domains
     return proxy, window, None if uses_mapped else nvshmem.kernels()
@@ -303,7 +303,7 @@ def _make_proxy(
     options: dict[str, Any] = {
         "layout": layout,
         "device": (device.index or 0) if on_gpu else 0,
-        "cpus": proxy_cpus(topology, gpu_idx),
+        "cpus": near_cpus(topology, gpu_idx),
     }
     if faults is not None:
         options["faults"] = faults

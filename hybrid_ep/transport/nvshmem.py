@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid_ep.errors import CudaError, TransportError
-from hybrid_ep.transport.rendezvous import exchange, refuse
+from hybrid_ep.rendezvous import exchange, refuse
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -1,11 +1,8 @@
-"""The NICs and the address of a rank's link, and the CPUs of its proxy thread."""
+"""The NICs and the address of a rank's link."""
 
 from __future__ import annotations
 
-import logging
-import os
 import socket
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybrid_ep import _C, env
@@ -14,10 +11,9 @@ from hybrid_ep.topology import Topology, choose_nics
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["gpu_idx_of", "local_address", "nic_names", "proxy_cpus"]
+__all__ = ["gpu_idx_of", "local_address", "nic_names"]
 
 _DOCUMENTATION_HOST = "192.0.2.1"  # RFC 5737: reached by the default route, and by no host
-_LOG = logging.getLogger("hybrid_ep")
 
 
 def gpu_idx_of(topology: Topology, device: torch.device) -> int | None:
@@ -37,30 +33,6 @@ def nic_names(topology: Topology, gpu_idx: int | None) -> list[str]:
         return [nic.name for nic in nics]
     named = env.NICS.get()
     return [part for name in named for part in name.split("+")] if named else _C.active_verbs_devices()
-
-
-def proxy_cpus(topology: Topology, gpu_idx: int | None) -> list[int]:
-    """Returns the CPUs next to a GPU that this process may use; empty: anywhere."""
-    gpu = next((gpu for gpu in topology.gpus if gpu.gpu_idx == gpu_idx), None)
-    if gpu is None or gpu.numa_node < 0:
-        return []
-    file = Path(f"/sys/devices/system/node/node{gpu.numa_node}/cpulist")
-    try:
-        near = _parse_cpus(file.read_text())
-    except (OSError, ValueError) as error:
-        _LOG.debug("CPUs of NUMA node %d: %s", gpu.numa_node, error)
-        return []
-    return sorted(near & os.sched_getaffinity(0))
-
-
-def _parse_cpus(text: str) -> set[int]:
-    """``0-3,8`` → {0, 1, 2, 3, 8}."""
-    cpus: set[int] = set()
-    for part in text.strip().split(","):
-        first, _, last = part.partition("-")
-        if first:
-            cpus.update(range(int(first), int(last or first) + 1))
-    return cpus
 
 
 def local_address() -> str:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hybrid_ep
-from hybrid_ep.core.checks import MAX_TOPK
+from hybrid_ep.checks import MAX_TOPK
 from hybrid_ep.core.layout import indices_to_map
 from hybrid_ep.quantize import cast_to_fp8
 from hybrid_ep.testing.reference import Copy

@@ -58,7 +58,7 @@ _DOCKER = """#!/bin/sh
 echo "docker $*" >>/tmp/docker.log
 case $1 in
   pull) [ -e /tmp/pulled ] || { touch /tmp/pulled; echo "Status: Downloaded newer image for $2"; }; exit ;;
-  run) until [ "$1" = hybrid-ep:test ]; do shift; done; shift; exec "$@" ;;
+  run) while [ "${1#hybrid-ep:test}" = "$1" ]; do shift; done; shift; exec "$@" ;;
 esac
 """
 FILES = {
@@ -257,7 +257,8 @@ def test_wheel_and_image_are_installed_when_asked_and_then_used(fleet: Fleet, tm
     packages = {"PYTHONPATH": sysconfig.get_paths()["purelib"], **SIMULATED["container_environment"]}
     wheel = {"container_wheel": f"{HOME}/{name}", "container_pip_options": ["--no-deps"]}
     wheel |= {"container_python": f"{sys.prefix}/bin/python", "container_environment": packages}
-    hosts = {"node-a": wheel, "node-b": {"container_image": "hybrid-ep:test"}}
+    images = {"container_image": "hybrid-ep:test", "container_doctor_image": "hybrid-ep:test-doctor"}
+    hosts = {"node-a": wheel, "node-b": images}
     groups = {"gb200_nvl72": {"hosts": hosts}, "domain_rack_1": {"hosts": dict.fromkeys(hosts)}}
     fleet.write_inventory(groups, doctor_profile=PROFILE)
     try:
@@ -271,9 +272,9 @@ def test_wheel_and_image_are_installed_when_asked_and_then_used(fleet: Fleet, tm
     assert found == {"node-a": {}, "node-b": {}}, used.output
     log = fleet.nodes["node-b"].path("/tmp/docker.log").read_text()
     assert "docker run --rm --interactive --pull=never --network=host" in log
-    doctor = r"hybrid-ep:test hybrid-ep doctor --json --sysroot /opt/node --profile - --asked-at \d+\.\d+\n"
+    doctor = r"hybrid-ep:test-doctor hybrid-ep doctor --json --sysroot /opt/node --profile - --asked-at \d+\.\d+\n"
     assert re.search(doctor, log), log
-    assert log.count("docker pull") == 2
+    assert log.count("docker pull hybrid-ep:test\n") == log.count("docker pull hybrid-ep:test-doctor\n") == 2
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "ansible" / "inventories").glob("*.yml")), ids=lambda path: path.stem)

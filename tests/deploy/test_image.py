@@ -1,4 +1,4 @@
-"""The `cpu` image, built for this machine and run; what takes longer is in ci/image_test.sh."""
+"""The images `doctor` and `cpu`, built for this machine and run; what takes longer is in ci/image_test.sh."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ from tests.prerequisites import require, require_programs
 pytestmark = pytest.mark.deploy
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE = f"localhost/hybrid-ep:{__version__}-cpu"
+DOCTOR = f"localhost/hybrid-ep:{__version__}-doctor"
+OF_DOCTOR = ("architecture", "user", "labels", "health", "contents", "sbom", "doctor", "no_torch")
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
 
 
 @cache
-def build() -> str:
-    """Builds the image once; returns what the build said."""
+def build(target: str = "cpu") -> str:
+    """Builds an image once; returns what the build said."""
     require_programs("mmdebstrap", "unshare")
     require(os.geteuid() == 0, "root (namespaces and mounts)")
-    command = ["ci/image.sh", "cpu"]
+    command = ["ci/image.sh", target]
     variables = os.environ | {"ENGINE": "builder", "PYTHON": sys.executable}
     done = subprocess.run(
         command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1500
@@ -64,6 +66,15 @@ def test_image_keeps_its_promises() -> None:
     done = check(IMAGE)
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("ok  ") == 13, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2200)
+def test_image_of_the_doctor_has_no_torch_and_runs_as_the_daemonset_runs_it() -> None:
+    build("doctor")
+    done = check(DOCTOR, *OF_DOCTOR)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("ok  ") == len(OF_DOCTOR), done.stdout
 
 
 @pytest.fixture
@@ -179,8 +190,12 @@ def test_locked_packages_are_those_of_the_project() -> None:
 
     for arch in ("amd64", "arm64"):
         for torch in ("torch-cpu", "torch-cu13", *(["torch-cu12"] if arch == "amd64" else [])):
-            there = locked(f"{torch}-{arch}.txt", f"packages-{arch}.txt")
-            assert {name_of(entry) for entry in project["project"]["dependencies"]} <= there.keys()
+            there = locked(f"{torch}-{arch}.txt", f"cluster-{arch}.txt", f"packages-{arch}.txt")
+            wanted = [*project["project"]["dependencies"], *project["project"]["optional-dependencies"]["pictures"]]
+            assert {name_of(entry) for entry in wanted} <= there.keys()
+        of_cluster = {name_of(entry) for entry in project["project"]["optional-dependencies"]["cluster"]}
+        assert of_cluster <= locked(f"cluster-{arch}.txt").keys()
+        assert not locked(f"cluster-{arch}.txt").keys() & {"torch", "numpy", "matplotlib"}
         tools = locked(f"build-{arch}.txt", f"build-cuda-{arch}.txt")
         pins = dict(entry.split("==") for entry in [*groups["build"], *groups["cuda"]])
         assert {name: tools[name] for name in pins} == pins
@@ -196,7 +211,7 @@ def test_the_wheels_script_has_what_it_calls() -> None:
 
 def test_bake_and_compose_name_this_version_and_real_stages() -> None:
     stages = set(re.findall(r"^FROM .* AS ([\w-]+)$", DOCKERFILE, re.MULTILINE))
-    assert {"rdma-core", "build", "runtime", "test", "cpu"} <= stages
+    assert {"rdma-core", "build", "runtime", "test", "cpu", "doctor"} <= stages
     bake = (ROOT / "docker" / "docker-bake.hcl").read_text()
     assert set(re.findall(r'^  target += "([^"]+)"', bake, re.MULTILINE)) <= stages
     assert f'variable "VERSION" {{ default = "{__version__}" }}' in bake

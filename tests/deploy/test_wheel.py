@@ -11,6 +11,7 @@ import platform
 import re
 import sys
 import tempfile
+import venv
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +82,12 @@ except ImportError as error:
     assert "libnvidia-ml.so.1" in str(error), error
 else:
     raise AssertionError("_nvml found a driver's library in the arm64 root")
+"""
+
+# GPUs of which a part is asked for, which Kubernetes has not.
+POD = """
+{apiVersion: v1, kind: Pod, metadata: {name: ranks}, spec: {containers: [{name: rank, image: 'a:1',
+  resources: {limits: {nvidia.com/gpu: 0.5}}}]}}
 """
 
 VERSIONS = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
@@ -172,6 +179,45 @@ def test_the_wheel_works_without_gpu_and_rdma_libraries(python: Path, tmp_path: 
     assert "_C _nvml _verbs" in must(*isolate, command, "info", cwd=tmp_path)
     size = ["--ranks", "2", "--tokens", "16", "--hidden", "128", "--experts", "8", "--steps", "2"]
     assert '"ok": true' in must(*isolate, command, "demo", *size, "--json", cwd=tmp_path)
+
+
+def test_the_operators_half_works_without_torch(
+    build_wheel: BuildWheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wheel alone, and what its extra `cluster` lists; `k8s` for the schemas of `k8s check`."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setenv("HYBRID_EP_CHECKS_ONLY", "on")
+    wheel = build_wheel(MACHINE, False)
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        lines = archive.read(metadata).decode()
+        listed = re.findall(r"^Requires-Dist: (\S+); extra == .(?:cluster|k8s).$", lines, re.M)
+    venv.create(tmp_path / "clean", with_pip=True)
+    python, command = tmp_path / "clean/bin/python", tmp_path / "clean/bin/hybrid-ep"
+    install = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    must(*install, "--no-deps", wheel)
+    must(*install, *listed)
+    there = "import importlib.util as u; print([n for n in ('torch', 'numpy', 'matplotlib') if u.find_spec(n)])"
+    assert must(python, "-c", there, cwd=tmp_path).strip() == "[]"
+
+    report = json.loads(must(command, "doctor", "--quick", "--json", "--accept-unknown", "--profile=cpu", cwd=tmp_path))
+    assert report["results"]
+    assert "GPU" in must(command, "topology", "--svg", tmp_path / "node.svg", cwd=tmp_path)
+    (tmp_path / "results" / "nodes").mkdir(parents=True)
+    host = {"name": report["host"], "platform": "cpu", "domain": None}
+    inventory = {"title": "one node", "started": "2026-01-02T03:04:05Z", "hosts": [host]}
+    (tmp_path / "results" / "inventory.json").write_text(json.dumps(inventory))
+    (tmp_path / "results" / "nodes" / f"{report['host']}.json").write_text(json.dumps(report))
+    done = run(command, "validation", "report", tmp_path / "results", cwd=tmp_path)
+    assert "1 of 1 node is fit" in done.stdout, done.stdout + done.stderr
+    assert (tmp_path / "results" / "report" / "report.html").exists()
+    (tmp_path / "pod.yaml").write_text(POD)
+    refused = run(command, "k8s", "check", tmp_path / "pod.yaml", cwd=tmp_path)
+    assert refused.returncode == 1, refused.stderr
+    assert "Pod/ranks" in refused.stdout
+    done = run(command, "bench", cwd=tmp_path)
+    expected = "hybrid-ep: torch is not installed, and this command needs it: pip install torch\n"
+    assert (done.returncode, done.stderr) == (2, expected)
 
 
 def import_on_aarch64(wheel: Path, version: str, modules: list[str], tmp_path: Path) -> None:

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 from hybrid_ep.balance import ExpertPlacement
-from hybrid_ep.bench.launch import find_launcher, open_ranks
+from hybrid_ep.bench.launch import open_ranks
 from hybrid_ep.elastic import recover
 from hybrid_ep.errors import TimeoutError, TransportError
+from hybrid_ep.launcher import find_launcher
 from tests.battery.cases import Case
 from tests.emulation.engine import install
 

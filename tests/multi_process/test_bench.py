@@ -29,7 +29,8 @@ from hybrid_ep.bench.timing import time_host, time_until_done
 from hybrid_ep.bench.wire import RankWire
 from hybrid_ep.cli import main
 from hybrid_ep.engine.cuda.symmetric import SymmetricMemory
-from hybrid_ep.testing.workload import Workload, make_batch, make_routing
+from hybrid_ep.testing.batch import make_batch, make_routing
+from hybrid_ep.workload import Workload
 from tests.conftest import RunRanks
 
 TINY = ["--tokens", "16", "--hidden", "128", "--topk", "2", "--experts", "4", "--runs", "2", "--device", "cpu"]

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.collectivex import make_backend
-from hybrid_ep.testing.workload import Workload, make_batch
+from hybrid_ep.testing.batch import make_batch
+from hybrid_ep.workload import Workload
 from tests.conftest import RunRanks
 
 T, H, K, E, MOST = 40, 256, 3, 8, 48

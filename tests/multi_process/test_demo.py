@@ -17,7 +17,7 @@ from hybrid_ep.demo.skew import run_skewed
 from hybrid_ep.demo.verify import RankCheck, allowed_fraction, check_path
 from hybrid_ep.engine.agreement import FIELDS
 from hybrid_ep.engine.calls import MIN_TOKENS_TO_SUM
-from hybrid_ep.testing.workload import make_routing
+from hybrid_ep.testing.batch import make_routing
 from tests.conftest import RunRanks
 
 SMALL = ["--ranks", "4", "--tokens", "32", "--hidden", "128", "--topk", "3", "--experts", "8", "--steps", "10"]

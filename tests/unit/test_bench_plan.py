@@ -6,9 +6,9 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from hybrid_ep.bench.launch import Launcher, find_launcher
 from hybrid_ep.cli import main
 from hybrid_ep.errors import ConfigError
+from hybrid_ep.launcher import Launcher, find_launcher
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 

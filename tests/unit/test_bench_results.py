@@ -22,7 +22,7 @@ from hybrid_ep.bench.rows import RowCounts
 from hybrid_ep.bench.tables import print_report, render_markdown
 from hybrid_ep.bench.timing import Holding, Times
 from hybrid_ep.bench.wire import RankWire, compared_sms, make_dst_rows
-from hybrid_ep.testing.workload import Workload
+from hybrid_ep.workload import Workload
 
 WORKLOAD = Workload(num_tokens=4, hidden=128, num_topk=1, num_experts=2, dtype="fp8")
 PLAN = BenchPlan(WORKLOAD, "normal", (Candidate("hybrid_ep", 8), Candidate("hybrid_ep")), 0, 3, False, "cpu")

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -68,3 +69,33 @@ def test_a_bad_variable_is_wrong_usage() -> None:
     result = CliRunner().invoke(main, ["env"], env={"HYBRID_EP_LOG_LEVEL": "loud"})
     assert result.exit_code == 2
     assert "ConfigError: HYBRID_EP_LOG_LEVEL='loud' is not allowed" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "module", "message"),
+    [
+        (
+            ["doctor"],
+            "yaml",
+            "pip install pyyaml or 'hybrid-ep[cluster]'",
+        ),
+        (["doctor", "--profile", "-"], "jsonschema", "pip install jsonschema or 'hybrid-ep[cluster]'"),
+        (["topology"], "pynvml", "pip install nvidia-ml-py or 'hybrid-ep[cluster]'"),
+        (["demo"], "torch", "torch is not installed, and this command needs it: pip install torch\n"),
+        (["demo", "--out", "OUT"], "matplotlib", "pip install matplotlib or 'hybrid-ep[pictures]'"),
+        (["bench", "--out", "OUT"], "matplotlib", "pip install matplotlib or 'hybrid-ep[pictures]'"),
+    ],
+)
+def test_a_missing_package_is_named_with_what_to_install(
+    words: list[str], module: str, message: str, tmp_path: Path
+) -> None:
+    """In a process that does not find it; pictures are refused before anything runs."""
+    code = f"import sys; sys.modules[{module!r}] = None; from hybrid_ep.cli import main; main()"
+    words = [str(tmp_path / "out") if word == "OUT" else word for word in words]
+    command = [sys.executable, "-c", code, *words]
+    done = subprocess.run(command, input="{name: site}", capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("hybrid-ep: ")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()

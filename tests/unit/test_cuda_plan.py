@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybrid_ep import Buffer, ConfigError, CudaError
-from hybrid_ep.core.checks import MAX_TOPK
+from hybrid_ep.checks import MAX_TOPK
 from hybrid_ep.engine.agreement import DTYPES
 from hybrid_ep.engine.calls import MIN_TOKENS_TO_SUM, NO_SUMS
 

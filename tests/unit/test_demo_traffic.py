@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from hybrid_ep.demo.traffic import HopBytes, all_gather_bytes, all_to_all_bytes, tokens_per_expert
-from hybrid_ep.testing.workload import Workload, make_routing
+from hybrid_ep.testing.batch import make_routing
+from hybrid_ep.workload import Workload
 
 # 4 ranks in 2 domains, 8 experts, 2 on each rank.
 BY_HAND = [

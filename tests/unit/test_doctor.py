@@ -32,10 +32,10 @@ from hybrid_ep.cluster.doctor import (
 )
 from hybrid_ep.cluster.doctor.compare import COMPARISONS, compare
 from hybrid_ep.cluster.doctor.document import document
+from hybrid_ep.cluster.doctor.junit import to_junit
 from hybrid_ep.cluster.doctor.nvml import P2P_NVLINK
 from hybrid_ep.cluster.doctor.profile import shipped_profiles
 from hybrid_ep.cluster.doctor.registry import GROUPS, all_checks
-from hybrid_ep.cluster.doctor.render import to_junit
 from hybrid_ep.cluster.doctor.survey import survey
 from hybrid_ep.errors import ConfigError
 
@@ -222,7 +222,21 @@ def test_page_of_other_validators_names_checks_that_exist() -> None:
 
 @pytest.mark.parametrize("name", shipped_profiles())
 def test_shipped_profile_follows_the_schema(name: str) -> None:
-    assert load_profile(name).name == name
+    """By name it is loaded without a check, which a file gets."""
+    assert load_profile(str(ROOT / "hybrid_ep" / "cluster" / "doctor" / "profiles" / f"{name}.yaml")) == load_profile(
+        name
+    )
+
+
+def test_packages_of_jobs_are_not_judged_where_no_job_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = load_profile("gpu-server")
+    selection = Selection(ids=("software.packages", "driver.torch", "driver.cuda"))
+    monkeypatch.setenv("HYBRID_EP_CHECKS_ONLY", "on")
+    report = examine(Node(tmp_path), profile, "given", selection)
+    assert [result.id for result in report.results] == ["driver.cuda"]
+    assert set(report.not_applicable) == {"software.packages", "driver.torch"}
+    monkeypatch.delenv("HYBRID_EP_CHECKS_ONLY")
+    assert len(examine(Node(tmp_path), profile, "given", selection).results) == 3
 
 
 def test_small_share_survives_the_way_to_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,12 +388,20 @@ def test_cuda_of_torch_is_read_from_its_file(
         Node().torch_cuda()
 
 
-def test_doctor_starts_without_torch() -> None:
-    """The doctor must run where torch is broken, and start fast."""
-    code = (
-        "import sys; from hybrid_ep.cluster.doctor import command, topology_command; sys.exit('torch' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+def test_a_quick_doctor_imports_only_what_it_needs() -> None:
+    """The doctor must run where torch is broken, and start fast: also a DaemonSet's, which reads its JSON."""
+    code = """
+import sys
+from click.testing import CliRunner
+from hybrid_ep.cli import main
+result = CliRunner().invoke(main, ["doctor", "--quick", "--json", "--profile=cpu"])
+assert '"results"' in result.stdout, result
+heavy = {"torch", "numpy", "matplotlib", "jsonschema", "jinja2", "rich"} & set(sys.modules)
+sys.exit(f"the doctor imports {sorted(heavy)}" if heavy else 0)
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
 
 
 # ---- several nodes ----

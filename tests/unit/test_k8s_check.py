@@ -275,7 +275,8 @@ def test_one_setting_reaches_every_place(overlay: str, tmp_path: Path) -> None:
     shutil.copytree(K8S, tmp_path / "k8s")
     settings = tmp_path / "k8s" / "overlays" / overlay / "settings.yaml"
     tree = yaml.safe_load(settings.read_text())
-    tree["spec"] |= {"image": "registry.example/site/hybrid-ep:9.8.7"}
+    setting = "doctorImage" if overlay == "node-doctor" else "image"
+    tree["spec"] |= {setting: "registry.example/site/hybrid-ep:9.8.7"}
     tree["spec"] |= {name: number for name, number in (("nodes", 5), ("ranksPerNode", 4)) if name in tree["spec"]}
     settings.write_text(yaml.safe_dump(tree))
     manifests = load(settings.parent)
@@ -467,7 +468,8 @@ def test_components_of_the_node_doctor_fit_together(tmp_path: Path) -> None:
     components = ["node-doctor-taint", "node-doctor-kernel-log", "node-doctor-pairs"]
     built = site_build(tmp_path, "node-doctor", *components)
     reporter, sidecar = pod(built["DaemonSet"])["containers"]
-    assert sidecar["image"] == reporter["image"] != "settings.yaml"
+    assert sidecar["image"] == reporter["image"]
+    assert reporter["image"].endswith("-doctor")
     mark = k8s.commands["mark-node"].make_context("mark-node", list(reporter["args"]))
     assert mark.params["taint"] == "NoSchedule"
     doctor = cli_doctor.make_context("doctor", list(mark.params["doctor_options"]))
@@ -479,6 +481,8 @@ def test_components_of_the_node_doctor_fit_together(tmp_path: Path) -> None:
     assert built["PriorityClass"]["value"] < -10
     (active,), (bench,) = pairs["initContainers"], pairs["containers"]
     assert k8s.commands["mark-node"].make_context("mark-node", list(active["args"])).params["under_load"]
+    assert reporter["image"] == f"{bench['image']}-doctor"
+    assert active["image"] == bench["image"]  # both need torch
     assert bench["command"][2] == "--nproc-per-node=8"
     assert active["resources"]["limits"]["nvidia.com/gpu"] == bench["resources"]["limits"]["nvidia.com/gpu"] == 8
 

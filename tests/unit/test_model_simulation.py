@@ -13,7 +13,7 @@ from hybrid_ep.cluster.model.protocol import Protocol, ProtocolError
 from hybrid_ep.cluster.model.protocol_inputs import Faults
 from hybrid_ep.cluster.model.question import Question
 from hybrid_ep.cluster.model.simulate import check_seed, ring_of, simulate_tail, times_of
-from hybrid_ep.testing.workload import Workload
+from hybrid_ep.workload import Workload
 
 
 def question(num_domains: int, size: int, num_tokens: int = 4096) -> Question:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hybrid_ep import _C
+from hybrid_ep.topology import choice
 from hybrid_ep.transport import settings
 
 NODES = Path("/sys/devices/system/node")
@@ -21,24 +22,24 @@ def topology(*numa_nodes: int) -> Any:
 
 
 def test_cpus_of_a_list() -> None:
-    assert settings._parse_cpus("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
-    assert settings._parse_cpus("\n") == set()
+    assert choice._parse_cpus("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
+    assert choice._parse_cpus("\n") == set()
 
 
 @pytest.mark.parametrize("gpu_idx", [None, 1, 2, 3])
 def test_proxy_runs_anywhere_where_the_node_of_its_gpu_is_not_known(gpu_idx: int | None) -> None:
     """Without a GPU, with one that the probe has not seen, on node −1, or on a node that is not there."""
-    assert settings.proxy_cpus(topology(0, -1, 4095), gpu_idx) == []
+    assert choice.near_cpus(topology(0, -1, 4095), gpu_idx) == []
 
 
 @pytest.mark.skipif(not (NODES / "node0/cpulist").exists(), reason="this kernel tells no NUMA nodes")
 def test_proxy_runs_on_the_node_of_its_gpu_where_the_process_may() -> None:
-    near = settings._parse_cpus((NODES / "node0/cpulist").read_text())
+    near = choice._parse_cpus((NODES / "node0/cpulist").read_text())
     allowed = os.sched_getaffinity(0)
-    assert settings.proxy_cpus(topology(0), 0) == sorted(near & allowed)
+    assert choice.near_cpus(topology(0), 0) == sorted(near & allowed)
     os.sched_setaffinity(0, {min(near & allowed)})
     try:
-        assert settings.proxy_cpus(topology(0), 0) == [min(near & allowed)]
+        assert choice.near_cpus(topology(0), 0) == [min(near & allowed)]
     finally:
         os.sched_setaffinity(0, allowed)
 

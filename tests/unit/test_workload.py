@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.testing.workload import ROUTINGS, Workload, make_batch, make_routing
+from hybrid_ep.testing.batch import make_batch, make_routing
+from hybrid_ep.workload import ROUTINGS, Workload, log_popularity
 
 
 def workload(routing: str = "uniform", **changes: object) -> Workload:
@@ -29,6 +30,15 @@ def test_each_token_has_distinct_experts_and_weights_that_sum_to_one(routing: st
     assert (topk_idx.sort(1).values.diff(dim=1) > 0).all()
     torch.testing.assert_close(topk_weights.sum(1), torch.ones(2000))
     assert (topk_weights.diff(dim=1) <= 0).all()  # the preferred expert stands first
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**31 - 1])
+@pytest.mark.parametrize("num_experts", [1, 2, 32, 2048])
+def test_the_popular_experts_are_those_of_torch_randperm(num_experts: int, seed: int) -> None:
+    skewed = workload("skewed", num_topk=1, num_experts=num_experts, seed=seed)
+    popular_first = torch.randperm(num_experts, generator=torch.Generator().manual_seed(seed))
+    expected = -skewed.exponent * (popular_first.argsort() + 1).double().log()
+    torch.testing.assert_close(torch.tensor(log_popularity(skewed), dtype=torch.float64), expected)
 
 
 def test_popularity_of_each_routing() -> None:

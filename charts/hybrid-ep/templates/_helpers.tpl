@@ -13,6 +13,7 @@
 {{- define "hybrid-ep.file" -}}
 {{- .root.Files.Get .file
     | replace "__IMAGE__" (include "hybrid-ep.image" (list .root .imageSuffix))
+    | replace "__DOCTOR_IMAGE__" (include "hybrid-ep.image" (list .root "-doctor"))
     | replace "__NAMESPACE__" .root.Release.Namespace
     | replace "__NODES__" (.nodes | int | toString)
     | replace "__RANKS_PER_NODE__" (.ranksPerNode | int | toString) -}}

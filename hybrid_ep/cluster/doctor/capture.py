@@ -16,9 +16,9 @@ from typing import Any
 
 from hybrid_ep.cluster.doctor.kernel_lines import fault_lines
 from hybrid_ep.cluster.doctor.node import LogLine, Node
-from hybrid_ep.cluster.doctor.unreadable import Unreadable
 from hybrid_ep.topology import Nic
 from hybrid_ep.topology.recording import Recording, encode
+from hybrid_ep.watched import Unreadable
 
 __all__ = ["capture", "kernel_records"]
 

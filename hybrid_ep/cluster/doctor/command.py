@@ -14,24 +14,23 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from hybrid_ep.cluster.doctor.capture import capture
-from hybrid_ep.cluster.doctor.compare import compare
+from hybrid_ep.cluster.doctor.junit import to_junit
 from hybrid_ep.cluster.doctor.model import Report, Status
 from hybrid_ep.cluster.doctor.node import Node
 from hybrid_ep.cluster.doctor.profile import Profile, load_profile, propose_profile, shipped_profiles
 from hybrid_ep.cluster.doctor.registry import GROUPS
-from hybrid_ep.cluster.doctor.render import render, to_junit
 from hybrid_ep.cluster.doctor.replay import ReplayedNode
 from hybrid_ep.cluster.doctor.rises import Memory
 from hybrid_ep.cluster.doctor.runner import Selection, examine
-from hybrid_ep.cluster.doctor.unreadable import Unreadable
 from hybrid_ep.cluster.doctor.watched import WatchedNode
 from hybrid_ep.errors import ConfigError, HybridEPError
 from hybrid_ep.inputs import Seconds, read_json_input
 from hybrid_ep.outputs import OutputFile, RegularFile
+from hybrid_ep.packages import explain
 from hybrid_ep.topology.recording import Recording
+from hybrid_ep.watched import Unreadable
 
 __all__ = ["doctor"]
 
@@ -50,6 +49,8 @@ def _never_a_verdict(command: Callable[..., None]) -> Callable[..., None]:
         except KeyboardInterrupt:
             raise click.exceptions.Exit(130) from None
         except Exception as error:
+            if explain(error) is not None:
+                raise  # the command line says what to install
             click.echo(f"hybrid-ep doctor: internal error: {type(error).__name__}: {error}", err=True)
             raise click.exceptions.Exit(2) from error
 
@@ -179,6 +180,8 @@ def doctor(
 @_never_a_verdict
 def compare_command(context: click.Context, files: tuple[Path, ...], as_json: bool, junit: Path | None) -> None:
     """Compare the JSON reports of several nodes: versions, NVLink domains and clocks."""
+    from hybrid_ep.cluster.doctor.compare import compare
+
     report = compare([_load(path) for path in files])
     _show(context, report, as_json, {junit: to_junit(report)})
 
@@ -262,6 +265,10 @@ def _show(
     if as_json:
         click.echo(json.dumps(report.to_json(), indent=2))
     else:
+        from rich.console import Console
+
+        from hybrid_ep.cluster.doctor.render import render
+
         Console().print(render(report))
     sys.stdout.flush()
     exit_code = 0 if accept_unknown and report.status is Status.UNKNOWN else report.exit_code

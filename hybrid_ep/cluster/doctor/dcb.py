@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hybrid_ep.cluster.doctor.unreadable import Unreadable
+from hybrid_ep.watched import Unreadable
 
 __all__ = ["DcbState", "parse_ieee", "read_dcb"]
 

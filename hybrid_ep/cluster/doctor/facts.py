@@ -12,8 +12,8 @@ from typing import Any
 from hybrid_ep.cluster.doctor.node import Node
 from hybrid_ep.cluster.doctor.profile import Profile
 from hybrid_ep.cluster.doctor.roles import assign_roles, is_guid, judged_ports
-from hybrid_ep.cluster.doctor.unreadable import Unreadable
 from hybrid_ep.topology.svg import draw
+from hybrid_ep.watched import Unreadable
 
 __all__ = ["collect_facts"]
 

@@ -99,6 +99,7 @@ class Check:
         wants: keys of the profile that must be set (not null, false or 0) for the check to apply; none: always applies.
         zero_is_wish: 0 is an expectation, too: no such thing may be there.
         quick: part of ``--quick``: no second sample, no other program.
+        of_jobs: judges the Python packages that jobs run with; does not apply where HYBRID_EP_CHECKS_ONLY is on.
         examine: for plain checks: reads and judges.
         sample: for counters: reads them; the runner reads twice and judges the rise.
         rise: for counters: section of the profile with the names of those that may rise (`error_rise_per_s`, `_per_h`).
@@ -117,6 +118,7 @@ class Check:
     sample: Sample | None = None
     rise: str = ""
     zero_is_wish: bool = False
+    of_jobs: bool = False
 
     @property
     def group(self) -> str:

@@ -25,9 +25,9 @@ from typing import Any, TypeVar
 from hybrid_ep import env
 from hybrid_ep.cluster.doctor.dcb import DcbState, read_dcb
 from hybrid_ep.cluster.doctor.nvml import Nvml
-from hybrid_ep.cluster.doctor.unreadable import Unreadable
 from hybrid_ep.topology import Topology, probe
 from hybrid_ep.topology.recording import read_facts
+from hybrid_ep.watched import Unreadable
 
 __all__ = ["ClockState", "Container", "CudaDevice", "LogLine", "Node", "Unreadable"]
 

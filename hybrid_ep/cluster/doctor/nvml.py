@@ -13,7 +13,7 @@ from typing import Any
 
 import pynvml
 
-from hybrid_ep.cluster.doctor.unreadable import Unreadable
+from hybrid_ep.watched import Unreadable
 
 __all__ = ["FABRIC_COMPLETED", "LINK_REMOTE_SWITCH", "P2P_NVLINK", "P2P_OK", "Nvml"]
 

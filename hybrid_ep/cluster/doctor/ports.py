@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hybrid_ep.cluster.doctor.node import Node
 from hybrid_ep.cluster.doctor.roles import Port
-from hybrid_ep.cluster.doctor.unreadable import Unreadable
+from hybrid_ep.watched import Unreadable
 
 __all__ = ["INFINIBAND", "members_of", "netdev_of", "port_folder", "port_name"]
 

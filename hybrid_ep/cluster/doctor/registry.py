@@ -34,12 +34,13 @@ def check(
     privilege: str = "",
     quick: bool = True,
     zero_is_wish: bool = False,
+    of_jobs: bool = False,
 ) -> Callable[[Examine], Examine]:
     """Registers a function that reads and judges; the arguments are the fields of `Check`, `wants` split by spaces."""
 
     def register(examine: Examine) -> Examine:
         facts = (id, title, severity, privilege, source, expectation, remedy, tuple(wants.split()), quick)
-        _add(Check(*facts, examine=examine, zero_is_wish=zero_is_wish))
+        _add(Check(*facts, examine=examine, zero_is_wish=zero_is_wish, of_jobs=of_jobs))
         return examine
 
     return register

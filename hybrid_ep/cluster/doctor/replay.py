@@ -16,8 +16,8 @@ import pynvml
 
 from hybrid_ep.cluster.doctor.node import Node
 from hybrid_ep.cluster.doctor.nvml import P2P_NVLINK, P2P_OK, Nvml
-from hybrid_ep.cluster.doctor.unreadable import Unreadable
 from hybrid_ep.topology import Topology, probe
+from hybrid_ep.watched import Unreadable
 
 __all__ = ["ReplayedNode"]
 

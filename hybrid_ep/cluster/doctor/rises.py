@@ -13,8 +13,8 @@ from typing import Any
 from hybrid_ep.cluster.doctor.model import Counters, Finding, Status
 from hybrid_ep.cluster.doctor.profile import Profile
 from hybrid_ep.cluster.doctor.survey import shorten
-from hybrid_ep.cluster.doctor.unreadable import Unreadable
 from hybrid_ep.inputs import read_json_input
+from hybrid_ep.watched import Unreadable
 
 __all__ = ["Limits", "Memory", "judge_rise"]
 

@@ -17,8 +17,8 @@ from fnmatch import fnmatch
 from hybrid_ep.cluster.doctor.checks.gpu import sees_few
 from hybrid_ep.cluster.doctor.node import Node
 from hybrid_ep.cluster.doctor.profile import Profile
-from hybrid_ep.cluster.doctor.unreadable import Unreadable
 from hybrid_ep.topology import UNREADABLE, Distance, Nic, NicPort
+from hybrid_ep.watched import Unreadable
 
 __all__ = [
     "Port",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from hybrid_ep import env
 from hybrid_ep._version import __version__
 from hybrid_ep.cluster.doctor.facts import collect_facts
 from hybrid_ep.cluster.doctor.model import Check, Counters, Finding, Report, Result, Severity, Status
@@ -14,9 +15,9 @@ from hybrid_ep.cluster.doctor.node import Node
 from hybrid_ep.cluster.doctor.profile import Profile
 from hybrid_ep.cluster.doctor.registry import GROUPS, all_checks
 from hybrid_ep.cluster.doctor.rises import Limits, Memory, judge_rise
-from hybrid_ep.cluster.doctor.unreadable import Unreadable
 from hybrid_ep.cluster.doctor.watched import WatchedNode
 from hybrid_ep.errors import ConfigError
+from hybrid_ep.watched import Unreadable
 
 __all__ = ["Selection", "examine"]
 
@@ -111,7 +112,7 @@ def examine(
 
 
 def _applies(check: Check, profile: Profile) -> bool:
-    if profile.severity_of(check.id) == "off":
+    if profile.severity_of(check.id) == "off" or (check.of_jobs and env.CHECKS_ONLY.get() == "on"):
         return False
     return all(profile[key] or profile[key] == {} or (check.zero_is_wish and profile[key] == 0) for key in check.wants)
 

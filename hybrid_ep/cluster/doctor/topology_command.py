@@ -7,17 +7,15 @@ from contextlib import closing
 from pathlib import Path
 
 import click
-from rich.console import Console
 
 from hybrid_ep.cluster.doctor.node import Node
-from hybrid_ep.cluster.doctor.unreadable import Unreadable
 from hybrid_ep.cluster.doctor.watched import WatchedNode
 from hybrid_ep.errors import ConfigError, TopologyError
 from hybrid_ep.outputs import OutputFile
 from hybrid_ep.topology import Topology
 from hybrid_ep.topology.nccl import to_nccl_xml
-from hybrid_ep.topology.render import render
 from hybrid_ep.topology.svg import draw
+from hybrid_ep.watched import Unreadable
 
 __all__ = ["topology"]
 
@@ -45,6 +43,10 @@ def topology(as_json: bool, svg: Path | None, nccl: Path | None, sysroot: Path) 
     if as_json:
         click.echo(json.dumps(found.to_json(), indent=2))
     else:
+        from rich.console import Console
+
+        from hybrid_ep.topology.render import render
+
         Console().print(render(found))
     for path, text in ((svg, draw(found)), (nccl, to_nccl_xml(found))):
         if path is not None:

@@ -8,14 +8,13 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from hybrid_ep.bench.plan import SKEWS_PER_EXPONENT, default_workload_sizes
+from hybrid_ep.checks import require_int, require_number
 from hybrid_ep.cluster.model.machine import Machine
 from hybrid_ep.cluster.model.question import MODES, Question
 from hybrid_ep.cluster.model.report import answer, print_report
-from hybrid_ep.core.checks import require_int, require_number
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.outputs import OutputFile
-from hybrid_ep.testing.workload import DTYPES, ROUTINGS, ZIPF_EXPONENT, Workload
+from hybrid_ep.workload import DTYPES, ROUTINGS, SKEWS_PER_EXPONENT, ZIPF_EXPONENT, Workload, default_workload_sizes
 
 __all__ = ["model"]
 

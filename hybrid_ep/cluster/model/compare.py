@@ -12,7 +12,7 @@ from hybrid_ep.cluster.model.machine import GPU_MEMORY, Machine
 from hybrid_ep.cluster.model.predict import predict
 from hybrid_ep.cluster.model.question import MODES, Question
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.testing.workload import Workload
+from hybrid_ep.workload import Workload
 
 __all__ = ["Comparison", "compare_results"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields
 
-from hybrid_ep.core.checks import require
+from hybrid_ep.checks import require
 
 __all__ = ["GPU_MEMORY", "Machine"]
 

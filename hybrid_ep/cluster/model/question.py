@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from hybrid_ep.checks import require, require_int
 from hybrid_ep.cluster.model.machine import Machine
-from hybrid_ep.core.checks import require, require_int
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.testing.workload import Workload
+from hybrid_ep.workload import Workload
 
 __all__ = ["MODES", "Question"]
 

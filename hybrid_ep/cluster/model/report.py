@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from hybrid_ep.checks import require_int
 from hybrid_ep.cluster.model.limits import Excess, Stop, SweepPoint, find_excesses, find_stops, sweep_domains
 from hybrid_ep.cluster.model.machine import Machine
 from hybrid_ep.cluster.model.memory import memory_of
@@ -15,7 +16,6 @@ from hybrid_ep.cluster.model.predict import Prediction, predict
 from hybrid_ep.cluster.model.question import Question
 from hybrid_ep.cluster.model.simulate import Tail, simulate_tail
 from hybrid_ep.cluster.model.traffic import HOPS, expected_rows
-from hybrid_ep.core.checks import require_int
 from hybrid_ep.report.units import format_bytes, unit_of_microseconds
 
 __all__ = ["ModelReport", "answer", "print_report"]

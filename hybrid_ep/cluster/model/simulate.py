@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hybrid_ep import _C
+from hybrid_ep.checks import require, require_number
 from hybrid_ep.cluster.model.predict import predict, rows_of_record
 from hybrid_ep.cluster.model.protocol import Protocol, random_batches
 from hybrid_ep.cluster.model.protocol_inputs import Faults, Ring, Times
@@ -24,7 +25,6 @@ from hybrid_ep.cluster.model.warps import (
     PUSH_WARPS,
     RECORDS_OF_PART,
 )
-from hybrid_ep.core.checks import require, require_number
 
 __all__ = ["Tail", "check_seed", "ring_of", "simulate_tail", "times_of"]
 

@@ -18,8 +18,8 @@ from math import comb
 import numpy as np
 from numpy.typing import NDArray
 
-from hybrid_ep.core.checks import require
-from hybrid_ep.testing.workload import HOT_SHARE, Workload, log_popularity
+from hybrid_ep.checks import require
+from hybrid_ep.workload import HOT_SHARE, Workload, log_popularity
 
 __all__ = ["touched"]
 
@@ -41,7 +41,7 @@ def touched(workload: Workload, num_groups: int) -> _Array:
     require(num_experts % num_groups == 0, "experts", num_experts, f"multiples of {num_groups}")
     size = num_experts // num_groups
     if workload.routing == "skewed" and workload.exponent > 0:
-        return _touched_by_clocks(np.exp(log_popularity(workload).numpy()), num_groups, topk)
+        return _touched_by_clocks(np.exp(log_popularity(workload)), num_groups, topk)
     if workload.routing == "hot" and num_experts > topk:
         # A share of the tokens takes expert 0 and topk − 1 of the others; the rest takes topk of the others.
         others = np.full(num_groups, size)

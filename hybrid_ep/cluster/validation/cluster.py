@@ -17,59 +17,26 @@ from typing import Any
 
 from hybrid_ep._version import __version__
 from hybrid_ep.cluster.doctor.model import Report, Result, Severity, Status
-from hybrid_ep.cluster.validation.causes import OTHER, cause_of
 from hybrid_ep.cluster.validation.culprits import GROUP, blame
 from hybrid_ep.cluster.validation.judge import Job, Profiles, judge, judge_by_run
+from hybrid_ep.cluster.validation.node import Node, load_node
 from hybrid_ep.cluster.validation.pairs import PairTable, pair_tables
 from hybrid_ep.cluster.validation.results import (
-    Host,
     Inventory,
     JobFile,
-    Unreachable,
+    name_inside,
     read_compare,
     read_inventory,
     read_job,
-    read_node,
     stems,
 )
 from hybrid_ep.cluster.validation.todo import ToDo, find_to_dos
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.report.names import shorten_names
 
-__all__ = ["MOST_TABLES", "REPORTED", "Cluster", "Node", "load_cluster"]
+__all__ = ["MOST_TABLES", "Cluster", "load_cluster"]
 
-REPORTED = "node.report"  # id of the check that a host gave a report at all
 MOST_TABLES = 3  # of pairs, where space is short: nic jobs measure every NIC by itself
-_PROMPT = "Run hybrid-ep doctor on it by hand"
-
-
-@dataclass(frozen=True)
-class Node:
-    """One host of the inventory.
-
-    Attributes:
-        name, platform, domain: as in the inventory.
-        report: the doctor's, with `REPORTED` as its first result; only that one if there is none.
-        reported: whether the doctor's results are in it.
-    """
-
-    name: str
-    platform: str
-    domain: str
-    report: Report
-    reported: bool
-
-    @property
-    def is_fit(self) -> bool:
-        """Fit for jobs: it gave a report, and nothing confirmed a fault. What could not be read excludes no host."""
-        return self.reported and self.report.status is not Status.FAIL
-
-    @property
-    def problems(self) -> list[Result]:
-        """What did not pass: confirmed faults first, then unknowns, then warnings."""
-        order = {"fail": 0, "unknown": 1, "warn": 2}
-        wrong = [result for result in self.report.results if result.status is not Status.PASS]
-        return sorted(wrong, key=lambda result: (result.severity is Severity.WARNING, order[result.shown_as]))
 
 
 @dataclass(frozen=True)
@@ -174,7 +141,7 @@ def load_cluster(folder: Path) -> Cluster:
     jobs = tuple(_job(folder, name, platform_of, profiles) for name in stems(folder, "jobs"))
     jobs = judge_by_run(jobs, platform_of, profiles)
     blamed = blame(jobs, pair_tables(jobs))
-    nodes = tuple(_blamed(_node(folder, host), blamed.get(host.name, [])) for host in inventory.hosts)
+    nodes = tuple(_blamed(load_node(folder, host), blamed.get(host.name, [])) for host in inventory.hosts)
     return Cluster(inventory.title, inventory.started, nodes, _findings(folder, inventory, nodes), jobs)
 
 
@@ -182,39 +149,6 @@ def _blamed(node: Node, results: list[Result]) -> Node:
     """The node with what test jobs found against it."""
     report = replace(node.report, results=(*node.report.results, *results))
     return replace(node, report=report) if results else node
-
-
-def _node(folder: Path, host: Host) -> Node:
-    """A host's report under the name of the inventory, with our own check in front."""
-    try:
-        found = read_node(folder, host.name)
-    except ConfigError as error:
-        remedy = f"{_PROMPT} and look at what it writes; then gather its result again."
-        return _silent(host, Status.UNKNOWN, _inside(folder, error), remedy)
-    if found is None:
-        return _silent(host, Status.FAIL, "no result", f"{_PROMPT}; find out why its result was not gathered.")
-    if isinstance(found, Unreachable):
-        cause = cause_of(found.reason)
-        remedy = f"{_PROMPT} and look at what it writes." if cause is OTHER else cause.remedy
-        remedy = f"{remedy} Then validate it again."
-        return _silent(host, Status.FAIL, f"unreachable: {found.reason}", remedy)
-    if not found.results:
-        return _silent(host, Status.UNKNOWN, "a report without any result", f"{_PROMPT}: no check applied.")
-    called = f"as {found.host}, " if found.host != host.name else ""
-    seen = f"{called}{len(found.results)} checks of profile {found.profile}"
-    own = _reported(Status.PASS, seen, "")
-    report = replace(found, host=host.name, results=(own, *found.results))
-    return Node(host.name, host.platform, host.domain, report, reported=True)
-
-
-def _silent(host: Host, status: Status, seen: str, remedy: str) -> Node:
-    report = Report("", host.name, host.platform, "the inventory", 0.0, (_reported(status, seen, remedy),))
-    return Node(host.name, host.platform, host.domain, report, reported=False)
-
-
-def _reported(status: Status, seen: str, remedy: str) -> Result:
-    where = ("a report of hybrid-ep doctor", "nodes/ of the results folder", remedy)
-    return Result(REPORTED, "node", "the host gave a report", status, Severity.ERROR, seen, *where)
 
 
 def _findings(folder: Path, inventory: Inventory, nodes: tuple[Node, ...]) -> Report:
@@ -225,7 +159,7 @@ def _findings(folder: Path, inventory: Inventory, nodes: tuple[Node, ...]) -> Re
     except ConfigError as error:
         compared = None
         results.append(
-            _of_folder("results.compare", Status.UNKNOWN, _inside(folder, error), "a report", "Compare again.")
+            _of_folder("results.compare", Status.UNKNOWN, name_inside(folder, error), "a report", "Compare again.")
         )
     else:
         answered = sum(node.reported for node in nodes)
@@ -243,11 +177,6 @@ def _findings(folder: Path, inventory: Inventory, nodes: tuple[Node, ...]) -> Re
     return Report(__version__, "between nodes", "", "", 0.0, (*found, *results))
 
 
-def _inside(folder: Path, error: ConfigError) -> str:
-    """What is wrong with a file, which is named as the folder knows it."""
-    return str(error).removeprefix(f"{folder}/")
-
-
 def _of_folder(check_id: str, status: Status, seen: str, expected: str, remedy: str) -> Result:
     title = {"results.compare": "what nodes say together", "results.inventory": "results of the inventory's hosts"}
     where = (expected, "the results folder", remedy)
@@ -258,7 +187,7 @@ def _job(folder: Path, name: str, platform_of: Mapping[str, str], profiles: Prof
     try:
         return judge(read_job(folder, name), platform_of, profiles)
     except ConfigError as error:
-        bad = JobFile(name, "group", (), "unknown", _inside(folder, error), (), "")
+        bad = JobFile(name, "group", (), "unknown", name_inside(folder, error), (), "")
         return judge(bad, platform_of, profiles)
 
 

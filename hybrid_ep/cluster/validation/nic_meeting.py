@@ -34,8 +34,8 @@ from hybrid_ep.cluster.validation.perftest import (
     write_to,
 )
 from hybrid_ep.errors import HybridEPError, TopologyError, TransportError
+from hybrid_ep.rendezvous import exchange, refuse
 from hybrid_ep.topology import Topology
-from hybrid_ep.transport.rendezvous import exchange, refuse
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -27,7 +27,7 @@ from hybrid_ep.cluster.doctor.model import Report
 from hybrid_ep.errors import ConfigError
 
 __all__ = ["Host", "Inventory", "JobFile", "Metric", "Unreachable", "read_compare", "read_inventory", "read_job"]
-__all__ += ["read_log_tail", "read_node", "schema", "stems"]
+__all__ += ["name_inside", "read_log_tail", "read_node", "schema", "stems"]
 
 _LOG_TAIL_BYTES = 4096
 _ILLEGIBLE = re.compile("[^\t\n\r\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -170,6 +170,11 @@ def read_log_tail(folder: Path, log: str) -> str:
     except OSError as error:
         return f"{log} cannot be read: {error.strerror}"
     return text if size <= _LOG_TAIL_BYTES else "…\n" + text.partition("\n")[2]
+
+
+def name_inside(folder: Path, error: ConfigError) -> str:
+    """Returns what is wrong with a file of the results folder, which is named as the folder knows it."""
+    return str(error).removeprefix(f"{folder}/")
 
 
 def stems(folder: Path, kind: str) -> Sequence[str]:

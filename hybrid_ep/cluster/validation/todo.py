@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from hybrid_ep.cluster.doctor.model import Result, Severity, Status
 from hybrid_ep.cluster.validation.causes import OTHER, cause_of
 from hybrid_ep.cluster.validation.culprits import GROUP, OF_HOSTS, is_explained
 from hybrid_ep.cluster.validation.judge import Job
-
-if TYPE_CHECKING:
-    from hybrid_ep.cluster.validation.cluster import Node
+from hybrid_ep.cluster.validation.node import Node
 
 __all__ = ["ToDo", "find_to_dos"]
 

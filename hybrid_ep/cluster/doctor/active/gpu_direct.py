@@ -9,6 +9,7 @@ Life of an `End`: address() to the other end → connect() → measure(), once.
 
 from __future__ import annotations
 
+import ctypes
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -16,8 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hybrid_ep.cluster.doctor.unreadable import Unreadable
 from hybrid_ep.errors import TopologyError, TransportError
+from hybrid_ep.topology import near_cpus, probe
+from hybrid_ep.watched import Unreadable
 
 __all__ = ["End", "GpuMemory", "TorchMemory", "Written", "open_gpu_end", "window_bytes", "write_by_verbs"]
 
@@ -82,7 +84,8 @@ class TorchMemory:
         self._torch.cuda.synchronize(self._tensor.device)
 
     def read(self, offset: int, num_bytes: int) -> bytes:
-        return bytes(self._tensor[offset : offset + num_bytes].cpu().numpy())
+        content = self._tensor[offset : offset + num_bytes].cpu()
+        return ctypes.string_at(content.data_ptr(), num_bytes)
 
 
 class End:
@@ -238,10 +241,7 @@ def open_gpu_end(idx: int, gpu_idx: int, nic: str, gid_index: int | None) -> End
         from hybrid_ep import _cuda
     except ImportError as error:
         raise Unreadable(f"hybrid_ep has no module for CUDA here ({error})") from None
-    from hybrid_ep.topology import probe
-    from hybrid_ep.transport.settings import proxy_cpus
-
-    cpus = proxy_cpus(probe(), gpu_idx)
+    cpus = near_cpus(probe(), gpu_idx)
     return End(idx, nic, TorchMemory(gpu_idx), _cuda, gid_index=gid_index, device=gpu_idx, cpus=cpus)
 
 

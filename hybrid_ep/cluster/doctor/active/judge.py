@@ -19,9 +19,9 @@ from hybrid_ep.cluster.doctor.node import Node
 from hybrid_ep.cluster.doctor.profile import Profile
 from hybrid_ep.cluster.doctor.roles import assign_roles
 from hybrid_ep.cluster.doctor.survey import shorten
-from hybrid_ep.cluster.doctor.unreadable import Unreadable
 from hybrid_ep.cluster.doctor.watched import WatchedNode
 from hybrid_ep.topology import choose_nic
+from hybrid_ep.watched import Unreadable
 
 __all__ = ["ACTIVE_CHECKS", "ActiveCheck", "examine_actively", "judge_rates"]
 

@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hybrid_ep.cluster.doctor.active.gpu_direct import Written, write_by_verbs
-from hybrid_ep.cluster.doctor.unreadable import Unreadable
+from hybrid_ep.watched import Unreadable
 
 if TYPE_CHECKING:
     import torch

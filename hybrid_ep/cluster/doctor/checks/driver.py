@@ -8,7 +8,7 @@ from hybrid_ep.cluster.doctor.model import Finding, Status
 from hybrid_ep.cluster.doctor.node import Node
 from hybrid_ep.cluster.doctor.profile import Profile
 from hybrid_ep.cluster.doctor.registry import check
-from hybrid_ep.cluster.doctor.unreadable import Unreadable
+from hybrid_ep.watched import Unreadable
 
 
 def _version(text: str) -> tuple[int, ...]:
@@ -71,6 +71,7 @@ def driver_cuda(node: Node, profile: Profile) -> Finding:
     remedy="Update the driver (CUDA 12 needs 525, CUDA 13 needs 580), or install a torch that was built for the CUDA "
     "that it has.",
     wants="driver.min_cuda",
+    of_jobs=True,
 )
 def driver_torch(node: Node, profile: Profile) -> Finding:
     torch, driver = node.torch_cuda(), _cuda(node)

@@ -14,8 +14,8 @@ from hybrid_ep.cluster.doctor.pcie import link_faults
 from hybrid_ep.cluster.doctor.profile import Profile
 from hybrid_ep.cluster.doctor.registry import check, counters
 from hybrid_ep.cluster.doctor.survey import shorten, survey
-from hybrid_ep.cluster.doctor.unreadable import Unreadable
 from hybrid_ep.cluster.doctor.xid import read_incidents
+from hybrid_ep.watched import Unreadable
 
 # Fields and reasons by NVML's names, so that no threshold can meet the wrong field.
 _RECOVERY_ACTION = int(pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION)

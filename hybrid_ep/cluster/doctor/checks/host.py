@@ -11,8 +11,8 @@ from hybrid_ep.cluster.doctor.profile import Profile
 from hybrid_ep.cluster.doctor.registry import check, counters
 from hybrid_ep.cluster.doctor.roles import assign_roles
 from hybrid_ep.cluster.doctor.survey import shorten, survey
-from hybrid_ep.cluster.doctor.unreadable import Unreadable
 from hybrid_ep.topology import PciDevice
+from hybrid_ep.watched import Unreadable
 
 _EXTENDED_CAPABILITIES = 0x100
 _ACS_CAPABILITY = 0x000D

@@ -9,7 +9,7 @@ from hybrid_ep.cluster.doctor.model import Finding, Status
 from hybrid_ep.cluster.doctor.node import Node
 from hybrid_ep.cluster.doctor.profile import Profile
 from hybrid_ep.cluster.doctor.registry import check
-from hybrid_ep.cluster.doctor.unreadable import Unreadable
+from hybrid_ep.watched import Unreadable
 
 _CHANNELS = "/dev/nvidia-caps-imex-channels"
 

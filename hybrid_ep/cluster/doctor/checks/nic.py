@@ -20,8 +20,8 @@ from hybrid_ep.cluster.doctor.roles import (
     wanted_nics,
 )
 from hybrid_ep.cluster.doctor.survey import survey
-from hybrid_ep.cluster.doctor.unreadable import Unreadable
 from hybrid_ep.topology import Nic
+from hybrid_ep.watched import Unreadable
 
 # The kernel takes these headers off the network interface's MTU and rounds down to a power of two (iboe_get_mtu).
 _ROCE_HEADERS_BYTES = 96

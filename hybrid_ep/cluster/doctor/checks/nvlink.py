@@ -14,7 +14,7 @@ from hybrid_ep.cluster.doctor.nvml import FABRIC_COMPLETED, LINK_REMOTE_SWITCH, 
 from hybrid_ep.cluster.doctor.profile import Profile
 from hybrid_ep.cluster.doctor.registry import check, counters
 from hybrid_ep.cluster.doctor.survey import survey
-from hybrid_ep.cluster.doctor.unreadable import Unreadable
+from hybrid_ep.watched import Unreadable
 
 _LINK_COUNT = int(pynvml.NVML_FI_DEV_NVLINK_LINK_COUNT)  # field 91
 _LINK_SPEED = int(pynvml.NVML_FI_DEV_NVLINK_GET_SPEED)  # field 164, MB/s per direction, scope = link

@@ -15,6 +15,7 @@ from hybrid_ep.cluster.doctor.registry import check
     expectation="{software.packages} installed",
     remedy="pip install the missing ones, in the versions of the other nodes.",
     wants="software.packages",
+    of_jobs=True,
 )
 def software_packages(node: Node, profile: Profile) -> Finding:
     found = node.packages()
