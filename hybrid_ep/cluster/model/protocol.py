@@ -121,24 +121,6 @@ class _Stream:
 
 
 @dataclass
-class Network:
-    """Ports of all ranks: what leaves and what enters one passes one after the other.
-
-    Attributes:
-        out_free, in_free: when a port has nothing more to do.
-        slowdown: of a rank's port and warps; 1 for all but stragglers.
-    """
-
-    out_free: list[float]
-    in_free: list[float]
-    slowdown: NDArray[np.float64]
-
-    @classmethod
-    def of(cls, slowdown: NDArray[np.float64]) -> Network:
-        return cls([0.0] * len(slowdown), [0.0] * len(slowdown), slowdown)
-
-
-@dataclass
 class _Batch:
     """All ranks' destinations: ``indices[r][t, d]`` is the index of rank r's token t among those to domain d."""
 
@@ -151,14 +133,8 @@ class _Batch:
         self.counts = np.stack([goes.sum(0) for goes in self.goes])
 
 
-@dataclass
-class _OwnSums:
-    """The sums of a rank's own tokens in its own domain.
-
-    Attributes:
-        done: parts that are summed.
-        gate: opened for each.
-    """
+class _OwnSums(NamedTuple):
+    """The parts of a rank's own tokens that are summed in its own domain, and a gate that is opened for each."""
 
     done: set[int]
     gate: Gate
@@ -188,7 +164,9 @@ class Protocol:
         self.ring, self.times, self.num_domains = ring, times, num_domains
         self.faults = faults
         self.clock = Clock()
-        self.network = Network.of(np.ones(num_domains) if slowdown is None else slowdown)
+        self.slowdown = np.ones(num_domains) if slowdown is None else slowdown
+        # When the port of each rank has nothing more to send, and to take in: what passes one passes in turn.
+        self.out_free, self.in_free = [0.0] * num_domains, [0.0] * num_domains
         self.nvlink_free = [0.0] * num_domains
         self.any_credit = [Gate(f"rank {r}: a credit from any rank") for r in range(num_domains)]
         self._random = np.random.default_rng(seed)
@@ -260,10 +238,9 @@ class Protocol:
         return stream.credits[slot // ring.slots_per_credit] >= lap or "ignores_credits" in self.faults
 
     def _send(self, a: int, b: int, chunk: int, num_bytes: float) -> None:
-        network = self.network
         number = self.streams[a, b].sent_before + chunk
-        begin = max(self.clock.now, network.out_free[a])
-        network.out_free[a] = begin + num_bytes / self.times.rate * network.slowdown[a]
+        begin = max(self.clock.now, self.out_free[a])
+        self.out_free[a] = begin + num_bytes / self.times.rate * self.slowdown[a]
         first_byte = begin + self.times.latency + self._jitter()
         self.clock.start(self._arrive(a, b, number, num_bytes), first_byte - self.clock.now)
 
@@ -279,10 +256,10 @@ class Protocol:
 
     def _arrive(self, a: int, b: int, number: int, num_bytes: float) -> Process:
         """Simulates a chunk from its first byte at the port of rank b on."""
-        stream, network = self.streams[a, b], self.network
-        slowdown = max(network.slowdown[a], network.slowdown[b])
-        network.in_free[b] = max(self.clock.now, network.in_free[b]) + num_bytes / self.times.rate * slowdown
-        yield network.in_free[b] + self._jitter() - self.clock.now
+        stream = self.streams[a, b]
+        slowdown = max(self.slowdown[a], self.slowdown[b])
+        self.in_free[b] = max(self.clock.now, self.in_free[b]) + num_bytes / self.times.rate * slowdown
+        yield self.in_free[b] + self._jitter() - self.clock.now
         slot = number % self.ring.num_slots
         if stream.unread[slot]:
             raise ProtocolError(f"chunk {number} from {a} to {b} overwrites chunk {stream.flags[slot] - 1}")
@@ -372,7 +349,7 @@ class Protocol:
                 self._read_rows(a, r, chunk, 1, 1)
 
         yield from self._all([publish(warp) for warp in range(_CONTROL_WARPS)], f"rank {r}: control")
-        yield agree * self.network.slowdown[r]
+        yield agree * self.slowdown[r]
 
     def _num_chunks(self, num_records: int) -> int:
         return -(-num_records // self.ring.per_chunk)
@@ -445,14 +422,14 @@ class Protocol:
         record: float,
     ) -> Process:
         """A warp that sends records, which need `us` each and have `record` bytes; chunk `first` is the first one."""
-        slow = self.network.slowdown[r]
+        slow = self.slowdown[r]
         for d, index, num_rows in items:
             yield from self._wait_free(r, d, first + index)
             yield num_rows * us * slow
             self._write_rows(r, d, first + index, num_rows, self._records_of(int(counts[d]), index), record)
 
     def _forward_records(self, r: int, counts: NDArray[np.int64], items: Iterator[tuple[int, int, int]]) -> Process:
-        times, slow = self.times, self.network.slowdown[r]
+        times, slow = self.times, self.slowdown[r]
         for d, index, num_rows in items:
             yield from self._wait_chunk(d, r, _DISPATCH_CONTROL + index)
             yield max(num_rows * times.forward * slow, self._over_nvlink(r, num_rows * times.nvlink[r]))
@@ -467,7 +444,7 @@ class Protocol:
 
     def _combine(self, r: int, batch: _Batch) -> Process:
         yield from self._exchange(r, 0, self.times.agree[1])
-        ring, times, slow = self.ring, self.times, float(self.network.slowdown[r])
+        ring, times, slow = self.ring, self.times, float(self.slowdown[r])
         held, awaited, begin = batch.counts[:, r].copy(), batch.counts[r], self.clock.now
         own = _OwnSums(set(), Gate(f"rank {r}: sums of its own domain"))
         tokens, indices, next_parts = iter(range(len(batch.goes[r]))), batch.indices[r], [0] * self.num_domains
@@ -549,7 +526,7 @@ class Protocol:
         awaited: NDArray[np.int64],
         own: _OwnSums,
     ) -> Process:
-        ring, times, slow = self.ring, self.times, self.network.slowdown[r]
+        ring, times, slow = self.ring, self.times, self.slowdown[r]
         opened: list[list[tuple[int, int]]] = []
 
         def finish() -> Process:
