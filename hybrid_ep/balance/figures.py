@@ -5,7 +5,8 @@ from __future__ import annotations
 from hybrid_ep._version import __version__
 from hybrid_ep.balance.policies import COLUMNS, Outcome, table_rows
 from hybrid_ep.report.charts import BLUE, GREY, PALETTE, VERMILION, Picture, new_figure, theme, to_png
-from hybrid_ep.report.page import Cell, Page
+from hybrid_ep.report.page import Page
+from hybrid_ep.report.tables import Cell, DataTable
 
 __all__ = ["draw_all", "render_page"]
 
@@ -28,7 +29,7 @@ def render_page(outcomes: list[Outcome], pictures: list[Picture]) -> str:
         "Balancedness is the mean over the largest load of the ranks.",
     )
     page.cards([(Cell(f"{float(item.balancedness.mean()):.3f}"), f"balancedness: {item.policy}") for item in outcomes])
-    page.table(COLUMNS, table_rows(outcomes))
+    page.table(DataTable(COLUMNS, table_rows(outcomes)))
     for picture in pictures:
         page.picture(picture.png, picture.description)
     page.section(

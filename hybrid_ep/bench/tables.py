@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from hybrid_ep.bench.results import BenchReport, Operation, Outcome, settings
 from hybrid_ep.bench.subjects import OWN
+from hybrid_ep.report.tables import NOTHING, DataTable
 from hybrid_ep.report.units import format_bytes, unit_of_microseconds
 
 __all__ = ["print_report", "render_markdown"]
@@ -42,7 +42,6 @@ _SPARE_COLUMNS = (
     "engine",
     "GB/s",
 )
-_NOTHING = "–"
 _ANY_WIDTH = 10_000
 _LEGEND = (
     "Times are of the slowest rank in each run. Host: until the call returned to the host, once after a barrier of the "
@@ -76,32 +75,24 @@ def print_report(console: Console, report: BenchReport) -> None:
 
 
 def _table(report: BenchReport, left_out: Sequence[str]) -> Table:
-    table = Table(
-        title=escape(report.describe()),
-        caption=_LEGEND,
-        title_justify="left",
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-    )
     names = (*report.varying(), *_TEXT_COLUMNS, *_NUMBER_COLUMNS)
     kept = [i for i, name in enumerate(names) if name not in left_out]
-    for name in (names[i] for i in kept):
-        heading = name.replace(", ", ",\n").replace(" remote", "\nremote").replace("of the ", "of the\n")
-        table.add_column(heading, justify="right" if name in _NUMBER_COLUMNS else "left", no_wrap=True)
-    for row in _rows(report):
-        table.add_row(*(escape(row[i]) for i in kept))
-    return table
+    return DataTable(
+        [names[i].replace(", ", ",\n").replace(" remote", "\nremote").replace("of the ", "of the\n") for i in kept],
+        [[row[i] for i in kept] for row in _rows(report)],
+        num_text_columns=sum(names[i] not in _NUMBER_COLUMNS for i in kept),
+        title=report.describe(),
+        caption=_LEGEND,
+    ).to_rich(no_wrap=True)
 
 
 def render_markdown(report: BenchReport) -> str:
     """Returns the table as Markdown."""
     text_columns = (*report.varying(), *_TEXT_COLUMNS)
-    rules = ["---"] * len(text_columns) + ["---:"] * len(_NUMBER_COLUMNS)
+    table = DataTable((*text_columns, *_NUMBER_COLUMNS), _rows(report), num_text_columns=len(text_columns))
     about = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     lines = [report.describe() + ".", "", f"Measured {report.date}; {about}.", ""]
-    lines += [f"| {' | '.join(cells)} |" for cells in ((*text_columns, *_NUMBER_COLUMNS), rules, *_rows(report))]
-    lines += ["", _LEGEND]
+    lines += [*table.to_markdown(), "", _LEGEND]
     for note in _notes(report):
         lines += ["", note]
     if problems := _problems(report):
@@ -193,19 +184,19 @@ def _cells(outcome: Outcome, op: Operation) -> list[str]:
     return [
         outcome.candidate.implementation,
         outcome.engine,
-        _NOTHING if outcome.candidate.num_sms is None else str(outcome.candidate.num_sms),
+        NOTHING if outcome.candidate.num_sms is None else str(outcome.candidate.num_sms),
         op.name,
         f"{median} {unit}",
         f"{least} … {most}",
         f"{p50} / {p99}",
         host,
         *(
-            _NOTHING if us is None else f"{us / factor:.{digits}f}"
+            NOTHING if us is None else f"{us / factor:.{digits}f}"
             for us in (op.host_in_a_row_us, op.host_default_device_us)
         ),
-        format_bytes(op.rows_bytes) if moves else _NOTHING,
-        f"{op.gbps:.3g}" if moves else _NOTHING,
-        format_bytes(op.remote_rows_bytes) if moves else _NOTHING,
-        f"{op.remote_gbps:.3g}" if moves else _NOTHING,
-        _NOTHING if op.of_wire is None else f"{op.of_wire:.0%}",
+        format_bytes(op.rows_bytes) if moves else NOTHING,
+        f"{op.gbps:.3g}" if moves else NOTHING,
+        format_bytes(op.remote_rows_bytes) if moves else NOTHING,
+        f"{op.remote_gbps:.3g}" if moves else NOTHING,
+        NOTHING if op.of_wire is None else f"{op.of_wire:.0%}",
     ]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from hybrid_ep._version import __version__
-from hybrid_ep.demo.results import DemoResult, WireResult
-from hybrid_ep.demo.tables import describe_cluster, describe_loss
+from hybrid_ep.demo.results import DemoResult
+from hybrid_ep.demo.tables import checks_table, describe_cluster, describe_loss, wire_table
 from hybrid_ep.demo.verify import FP8_ALLOWED_RMS
 from hybrid_ep.report.charts import Picture
-from hybrid_ep.report.page import Cell, Page
-from hybrid_ep.report.units import format_bytes, format_ratio
+from hybrid_ep.report.page import Page
+from hybrid_ep.report.tables import Cell
 
 __all__ = ["render_page"]
 
@@ -32,22 +32,7 @@ def render_page(result: DemoResult, pictures: dict[str, Picture]) -> str:
     )
     for problem in result.problems:
         page.section("Failed", problem)
-    page.table(
-        ["calls", "tokens", "routing", "max error", "of allowed", "rms", "verdict"],
-        [
-            [
-                row.path.title,
-                row.path.dtype,
-                row.routing,
-                f"{row.max_error:.2g}",
-                f"{row.worst_of_allowed:.0%}",
-                f"{row.rms_error:.2%}",
-                Cell("wrong", False) if row.problems else Cell("ok", True),
-            ]
-            for row in result.paths
-        ],
-        num_text_columns=3,
-    )
+    page.table(checks_table(result))
     page.section(
         "Bytes sent",
         "A token with several experts in one remote domain crosses the network once and is spread inside that domain. "
@@ -57,11 +42,7 @@ def render_page(result: DemoResult, pictures: dict[str, Picture]) -> str:
         "hybrid_ep sends fewer bytes between domains and more within them, where links are several times faster.",
     )
     _add(page, pictures, "wire")
-    page.table(
-        ["step", "routing", "hop", "hybrid_ep", "all-to-all", "all-gather", "vs all-to-all", "vs all-gather"],
-        [row for item in result.wire for row in _wire_rows(item, result.settings.num_domains)],
-        num_text_columns=3,
-    )
+    page.table(wire_table(result))
     page.section(
         "Load of the experts",
         "The skewed routing resembles that of a trained router: the popularity of experts falls off as in Zipf's law "
@@ -115,16 +96,6 @@ def _cards(result: DemoResult) -> list[tuple[Cell, str]]:
         saved = 1 - item.measured.between_domains / max(1, item.all_to_all.between_domains)
         cards.insert(1, (Cell(f"{saved:.0%}", saved > 0), "fewer bytes between domains than an all-to-all of copies"))
     return cards
-
-
-def _wire_rows(item: WireResult, num_domains: int) -> list[list[str]]:
-    rows = []
-    for hop, name in (("between_domains", "between domains"), ("within_domain", "within domains")):
-        if hop == "within_domain" or num_domains > 1:
-            ours, plain, gather = (getattr(way, hop) for way in (item.measured, item.all_to_all, item.all_gather))
-            shown = [format_bytes(ours), format_bytes(plain), format_bytes(gather)]
-            rows.append([item.step, item.routing, name, *shown, format_ratio(ours, plain), format_ratio(ours, gather)])
-    return rows
 
 
 def _add(page: Page, pictures: dict[str, Picture], name: str) -> None:

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-__all__ = ["CSS", "Cell", "Page"]
+from hybrid_ep.report.tables import Cell, DataTable
+
+__all__ = ["CSS", "Page"]
 
 # The look of every page.
 CSS = """
@@ -39,24 +41,6 @@ footer{margin-top:64px;padding-top:16px;border-top:1px solid var(--line);color:v
 """
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A table cell or a figure of merit.
-
-    Attributes:
-        text: its content.
-        good: True and False colour it; None leaves it plain.
-    """
-
-    text: str
-    good: bool | None = None
-
-    @property
-    def style(self) -> str:
-        """Its CSS class."""
-        return {True: "good", False: "bad", None: ""}[self.good]
-
-
 @dataclass
 class Page:
     """Grows from top to bottom.
@@ -73,7 +57,7 @@ class Page:
     def cards(self, cards: Sequence[tuple[Cell, str]]) -> None:
         """Figures of merit with what each means."""
         shown = "".join(
-            f'<div class="card"><b class="{cell.style}">{escape(cell.text)}</b><span>{escape(meaning)}</span></div>'
+            f'<div class="card"><b class="{cell.css}">{escape(cell.text)}</b><span>{escape(meaning)}</span></div>'
             for cell, meaning in cards
         )
         self._parts.append(f'<div class="cards">{shown}</div>')
@@ -82,14 +66,15 @@ class Page:
         """A heading and plain text; `code` stands between backticks."""
         self._parts.append(f"<h2>{escape(heading)}</h2>" + "".join(f"<p>{_inline(text)}</p>" for text in paragraphs))
 
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str | Cell]], *, num_text_columns: int = 1) -> None:
-        """A table; columns after the first `num_text_columns` hold numbers and are aligned to the right."""
-        sides = ["" if i < num_text_columns else "num" for i in range(len(columns))]
-        head = "".join(f'<th class="{side}">{escape(name)}</th>' for side, name in zip(sides, columns, strict=True))
+    def table(self, table: DataTable) -> None:
+        """A table."""
+        sides = ["" if i < table.num_text_columns else "num" for i in range(len(table.columns))]
+        head = "".join(
+            f'<th class="{side}">{escape(name)}</th>' for side, name in zip(sides, table.columns, strict=True)
+        )
         body = ""
-        for row in rows:
-            cells = [cell if isinstance(cell, Cell) else Cell(cell) for cell in row]
-            shown = (f'<td class="{s} {c.style}">{escape(c.text)}</td>' for s, c in zip(sides, cells, strict=True))
+        for row in table.cells():
+            shown = (f'<td class="{s} {c.css}">{escape(c.text)}</td>' for s, c in zip(sides, row, strict=True))
             body += f"<tr>{''.join(shown)}</tr>"
         self._parts.append(
             f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'

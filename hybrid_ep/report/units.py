@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["format_bytes", "format_ratio", "unit_of_bytes", "unit_of_microseconds"]
+__all__ = ["format_bytes", "format_microseconds", "format_ratio", "unit_of_bytes", "unit_of_microseconds"]
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -20,6 +20,12 @@ def unit_of_bytes(num_bytes: float) -> tuple[float, str]:
 def unit_of_microseconds(microseconds: float) -> tuple[float, str]:
     """The unit in which a time reads well, as (µs, name): ms only from 10 ms on."""
     return (1e3, "ms") if microseconds >= 1e4 else (1.0, "µs")
+
+
+def format_microseconds(microseconds: float) -> str:
+    """``12345`` → ``12.3 ms``."""
+    factor, unit = unit_of_microseconds(microseconds)
+    return f"{_three_digits(microseconds / factor)} {unit}"
 
 
 def format_ratio(part: float, whole: float) -> str:

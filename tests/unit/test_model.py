@@ -7,17 +7,15 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from benchmarks.model import PACED, TIMER_US, Paced, paced_question
+from benchmarks.model import PACED, TIMER_US, Comparison, Paced, compare_results, paced_question
 from hybrid_ep import _C
 from hybrid_ep.cli import main
 from hybrid_ep.cluster.model import warps
-from hybrid_ep.cluster.model.compare import Comparison, compare_results
 from hybrid_ep.cluster.model.machine import Machine
 from hybrid_ep.cluster.model.memory import memory_of
 from hybrid_ep.cluster.model.predict import predict
@@ -282,17 +280,6 @@ def test_json_has_every_figure() -> None:
     total = sum(dispatch["fixed_us"].values()) + max(dispatch["rows_us"].values())
     assert dispatch["total_us"] == pytest.approx(total)
     assert [point["num_domains"] for point in document["sweep"]] == [1, 2, 4, 8, 16, 32, 64]
-
-
-def test_pictures(tmp_path: Path) -> None:
-    svg, png = tmp_path / "model.svg", tmp_path / "model.png"
-    result = run("--mode", "low-latency", "--domains", 2, "--svg", svg, "--png", png)
-    assert result.exit_code == 0, result.output
-    assert ElementTree.parse(svg).getroot().tag.endswith("svg")
-    assert png.read_bytes().startswith(b"\x89PNG")
-    again = tmp_path / "again.svg"
-    run("--mode", "low-latency", "--domains", 2, "--svg", again)
-    assert again.read_bytes() == svg.read_bytes()
 
 
 @pytest.mark.parametrize(

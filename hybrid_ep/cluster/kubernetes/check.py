@@ -8,16 +8,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hybrid_ep.cluster.kubernetes.claims import with_claims
-from hybrid_ep.cluster.kubernetes.manifest import Manifest, MissingToolError, find_sources, json_path, load
+from hybrid_ep.cluster.kubernetes.manifest import Manifest, MissingToolError, find_sources, joined, json_path, load
 from hybrid_ep.cluster.kubernetes.problem import Level, Problem
 from hybrid_ep.cluster.kubernetes.rules import RULES, check_rules
 from hybrid_ep.cluster.kubernetes.schema import KUBERNETES_VERSION, check_schema
 from hybrid_ep.errors import ConfigError
 
-__all__ = ["SILENCE", "CheckResult", "check", "known_rules"]
+__all__ = ["LEFT_TO_THE_SERVER", "SILENCE", "CheckResult", "check", "known_rules"]
 
 SILENCE = "ignore.hybrid-ep/"  # an annotation of an object: this, the rule's id, and the reason as its value
+# What the command says when it ends.
+LEFT_TO_THE_SERVER = "values of fields, names and objects that others refer to (kubectl apply --dry-run=server)"
 _LADDER = {
     "build": "The source can be read or built, and holds an object.",
     "schema": "The object fits its schema, with unknown fields closed.",
@@ -117,31 +118,26 @@ def check(
 
 
 def _check_build(build: list[Manifest], kubernetes: str) -> Iterator[Problem]:
-    """Schemas of every object, then the rules over those that fit."""
-    sound, found = [], []
+    """Schemas of every object, then the rules over those that fit; they are compared with each other if all fit."""
+    problems: list[Problem] = []
+    sound = []
     for manifest in build:
-        problems = list(check_schema(manifest, kubernetes))
-        found += problems
-        if all(problem.level is not Level.ERROR for problem in problems):
+        problems += (found := list(check_schema(manifest, kubernetes)))
+        if all(problem.level is not Level.ERROR for problem in found):
             sound.append(manifest)
-    found += check_rules(with_claims(sound), is_whole=all(problem.level is not Level.ERROR for problem in found))
-    reasons = {}
+    for manifest in joined(sound) if len(sound) == len(build) else sound:
+        problems += check_rules(manifest)
+    known, reasons = known_rules(), {manifest.name: _reasons(manifest) for manifest in build}
     for manifest in build:
-        reasons[manifest.name] = _reasons(manifest)
-        known = known_rules()
         for rule, reason in reasons[manifest.name].items():
             path = json_path("$.metadata.annotations", [SILENCE + rule])
             if rule not in known:
-                yield Problem(
-                    *(str(manifest.source), manifest.name, path, "silence"),
-                    f"rule {rule!r} is unknown; allowed: {', '.join(known)}",
-                    line=manifest.line(path),
-                )
+                message = f"rule {rule!r} is unknown; allowed: {', '.join(known)}"
+                yield manifest.problem(path, "silence", message, Level.ERROR)
             elif not reason:
                 message = f"no reason for silencing {rule!r}; allowed: a text that says why"
-                where = (str(manifest.source), manifest.name, path, "silence")
-                yield Problem(*where, message, line=manifest.line(path))
-    for problem in found:
+                yield manifest.problem(path, "silence", message, Level.ERROR)
+    for problem in problems:
         yield replace(problem, silenced=reasons[problem.name].get(problem.rule, ""))
 
 

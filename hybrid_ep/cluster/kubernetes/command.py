@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from hybrid_ep.cluster.kubernetes.check import CheckResult, check
+from hybrid_ep.cluster.kubernetes.check import LEFT_TO_THE_SERVER, CheckResult, check
 from hybrid_ep.cluster.kubernetes.formats import to_junit, to_sarif
 from hybrid_ep.cluster.kubernetes.problem import Level
 from hybrid_ep.cluster.kubernetes.schema import KUBERNETES_VERSION
@@ -69,8 +69,9 @@ def check_command(
 
     kustomize builds a folder with a kustomization.yaml, or all such folders below it. If there is none, the YAML files
     of the folder are one build. Objects must fit the schemas of Kubernetes and its operators, without unknown fields.
-    Rules then find what the schemas accept but a node refuses, what would hang, and what would be slow. The annotation
-    ignore.hybrid-ep/RULE: REASON turns off a rule for an object.
+    Rules then find what the API server accepts and what would hang, fail on the node or be slow. The annotation
+    ignore.hybrid-ep/RULE: REASON turns off a rule for an object. What the API server finds is left to
+    `kubectl apply --dry-run=server`.
 
     Exits with 1 if anything is wrong, with 2 if something could not be checked.
     """
@@ -105,6 +106,7 @@ def _print(result: CheckResult) -> None:
     counts += [f"{silenced} silenced"] if silenced else []
     num_objects = _counted(sum(map(len, result.checked.values())), "object")
     console.print(f"{_counted(len(result.checked), 'source')}, {num_objects}: {', '.join(counts)}")
+    console.print(f"left to the API server: {LEFT_TO_THE_SERVER}")
 
 
 def _counted(count: int, what: str) -> str:

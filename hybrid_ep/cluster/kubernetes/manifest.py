@@ -6,42 +6,32 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
+from hybrid_ep.cluster.kubernetes.claims import Requests, claim_of, requests_by_claim
+from hybrid_ep.cluster.kubernetes.problem import Level, Problem
 from hybrid_ep.errors import ConfigError, HybridEPError
 from hybrid_ep.inputs import read_input
 
-__all__ = ["STDIN", "Manifest", "MissingToolError", "PodTemplate", "Requests", "claim_of", "find_sources", "json_path"]
-__all__ += ["load"]
+__all__ = ["STDIN", "Manifest", "MissingToolError", "PodTemplate", "find_sources", "joined", "json_path", "load"]
 
 STDIN = Path("-")
 _KUSTOMIZATION = ("kustomization.yaml", "kustomization.yml", "Kustomization")
+_SUFFIXES = (".yaml", ".yml", ".json")
 _BUILD_LIMIT_S = 60.0
 
-# Where the Pod templates of a kind are; "*" stands for every item. A bare Pod is its own template.
-_TEMPLATES: dict[str, tuple[str, ...]] = {
-    "Pod": ("",),
-    "PodTemplate": ("template",),
-    **{
-        kind: ("spec.template",)
-        for kind in ("Job", "Deployment", "StatefulSet", "DaemonSet", "ReplicaSet", "ReplicationController")
-    },
-    "CronJob": ("spec.jobTemplate.spec.template",),
-    "MPIJob": ("spec.mpiReplicaSpecs.*.template",),
-    "PyTorchJob": ("spec.pytorchReplicaSpecs.*.template",),
-    "JobSet": ("spec.replicatedJobs.*.template.spec.template",),
-    "LeaderWorkerSet": ("spec.leaderWorkerTemplate.leaderTemplate", "spec.leaderWorkerTemplate.workerTemplate"),
-}
+# Kinds whose Pods are counted or whose parts have roles. Of others every Pod template that is found is checked.
+_KNOWN = {"Pod", "Job", "Deployment", "StatefulSet", "DaemonSet", "ReplicaSet", "ReplicationController", "CronJob"}
+_KNOWN |= {"PodTemplate", "MPIJob", "PyTorchJob", "JobSet", "LeaderWorkerSet"}
 # Kinds that rules know, and the groups that they are of. Others have kinds of these names, e.g. Knative's Service.
-_KINDS = {*_TEMPLATES, "ComputeDomain", "ConfigMap", "Namespace", "Secret", "Service", "ServiceAccount"}
-_KINDS |= {"ClusterRoleBinding", "ResourceClaim", "ResourceClaimTemplate", "RoleBinding"}
-_GROUPS = {"", "apps", "batch", "rbac.authorization.k8s.io", "resource.k8s.io"}
-_GROUPS |= {"kubeflow.org", "jobset.x-k8s.io", "leaderworkerset.x-k8s.io", "resource.nvidia.com"}
+_KINDS = {*_KNOWN, "ComputeDomain", "ConfigMap", "Service"}
+_GROUPS = {"", "apps", "batch", "kubeflow.org", "jobset.x-k8s.io", "leaderworkerset.x-k8s.io", "resource.nvidia.com"}
 
 
 class _Loader(yaml.SafeLoader):
@@ -67,9 +57,6 @@ class MissingToolError(HybridEPError):
     """A program or package that a check needs is not installed; the message says which."""
 
 
-Requests = Mapping[str, Mapping[str, float]]  # of a claim: name of a request → kind of device → number
-
-
 class PodTemplate(NamedTuple):
     """A Pod template inside a manifest.
 
@@ -89,6 +76,19 @@ class PodTemplate(NamedTuple):
     claims: Mapping[str, Requests] = {}
     is_bare: bool = False
 
+    @property
+    def spec(self) -> dict[str, Any]:
+        """The Pod's spec."""
+        return _mapping(self.content, "spec")
+
+    @property
+    def labels(self) -> dict[str, Any]:
+        return _mapping(_mapping(self.content, "metadata"), "labels")
+
+    @property
+    def annotations(self) -> dict[str, Any]:
+        return _mapping(_mapping(self.content, "metadata"), "annotations")
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -98,15 +98,13 @@ class Manifest:
         source: the file, the folder that kustomize built, or `STDIN`.
         content: its tree.
         lines: JSON path → line of the file, counted from 1; empty for what kustomize built.
-        duplicates: JSON paths of mapping keys that are given twice.
-        claims: kind and name → requests, of every claim and claim template of the build (`with_claims`).
+        build: all objects of its source (`joined`); empty where they are not compared with each other.
     """
 
     source: Path
     content: dict[str, Any]
     lines: Mapping[str, int] = field(default_factory=dict)
-    duplicates: tuple[str, ...] = ()
-    claims: Mapping[tuple[str, str], Requests] = field(default_factory=dict)
+    build: Sequence[Manifest] = field(default=(), repr=False, compare=False)
 
     @property
     def kind(self) -> str:
@@ -132,54 +130,47 @@ class Manifest:
         """``kind/name``."""
         return f"{self.kind or 'no kind'}/{self.metadata.get('name', '')}"
 
+    def problem(self, path: str, rule: str, message: str, level: Level) -> Problem:
+        """What is wrong at a path, as the object is written."""
+        path = self._written(path)
+        return Problem(str(self.source), self.name, path, rule, message, level, self.line(path))
+
     def line(self, path: str) -> int | None:
         """The line of `path`, or of the closest thing around it that is written down."""
         while path and path not in self.lines:
             path = path[: max(path.rfind("."), path.rfind("["))] if "." in path or "[" in path else ""
         return self.lines.get(path)
 
-    @property
-    def has_pods(self) -> bool:
-        """Whether it is of a kind that makes Pods."""
-        return self.kind in _TEMPLATES
+    @cached_property
+    def _claims(self) -> Mapping[tuple[str, str], Requests]:
+        return requests_by_claim(each.content for each in self.build)
 
     def pod_templates(self) -> Iterator[PodTemplate]:
-        """The Pod templates of a kind that has some; of a kind that is not known, whatever has the shape of one, or of
-        a Pod's spec.
-        """
-        places = [each for pattern in _TEMPLATES.get(self.kind, ()) for each in self._places(pattern)]
-        for parts, tree in places if self.kind in _TEMPLATES else _find_shapes(self.content, []):
-            is_bare = not self.has_pods and _has_containers(tree)
+        """Whatever has the shape of a Pod template; in kinds that are not known, also of a Pod's spec."""
+        for parts, tree in _find_shapes(self.content, [], is_known=self.kind in _KNOWN):
+            is_bare = "containers" in tree
             content = {"spec": tree} if is_bare else tree
-            if _mapping(content, "spec"):
-                role = str(parts[2]) if self.kind in ("MPIJob", "PyTorchJob") else self.kind
-                claims = {
-                    str(claim.get("name")): self.claims[key]
-                    for claim in content["spec"].get("resourceClaims") or ()
-                    if (key := claim_of(claim)) in self.claims
-                }
-                yield PodTemplate(json_path("$", parts), role, content, self._num_pods(parts), claims, is_bare)
+            role = str(parts[-2]) if self.kind in ("MPIJob", "PyTorchJob") else self.kind
+            claims = {
+                str(claim.get("name")): self._claims[key]
+                for claim in content["spec"].get("resourceClaims") or ()
+                if (key := claim_of(claim)) in self._claims
+            }
+            yield PodTemplate(json_path("$", parts), role, content, self._num_pods(parts), claims, is_bare)
 
-    def written(self, path: str) -> str:
-        """A path of a rule as the object has it: below a Pod's spec without a template, without ``.spec``; of a
-        TrainJob's trainer, with its own name for resources.
-        """
-        if self.kind == "TrainJob":
-            return path.replace("$.spec.trainer.resources.", "$.spec.trainer.resourcesPerNode.")
+    def _written(self, path: str) -> str:
+        """A path of a rule as the object has it: below a Pod's spec without a template, without ``.spec``."""
         for template in self.pod_templates():
             if template.is_bare and path.startswith(f"{template.path}.spec"):
                 return template.path + path.removeprefix(f"{template.path}.spec")
         return path
 
-    def _places(self, pattern: str) -> Iterator[tuple[list[str | int], dict[str, Any]]]:
-        return _find(self.content, pattern.split(".") if pattern else [])
-
-    def _num_pods(self, parts: list[str | int]) -> int | None:
+    def _num_pods(self, parts: list[Any]) -> int | None:
         spec = self.spec
         if self.kind == "Pod":
             return 1
         if self.kind in ("MPIJob", "PyTorchJob"):
-            return _count(_mapping(_mapping(spec, str(parts[1])), str(parts[2])), "replicas")
+            return _count(_mapping(_mapping(spec, str(parts[1])), str(parts[-2])), "replicas")
         if self.kind == "Job":
             return _count(spec, "completions", "parallelism")
         if self.kind == "JobSet":
@@ -196,22 +187,19 @@ class Manifest:
         return None
 
 
-def claim_of(entry: Mapping[str, Any]) -> tuple[str, str]:
-    """Kind and name of the object that an entry of a Pod's resourceClaims names."""
-    if "resourceClaimName" in entry:
-        return "ResourceClaim", str(entry["resourceClaimName"])
-    return "ResourceClaimTemplate", str(entry.get("resourceClaimTemplateName"))
+def joined(manifests: Iterable[Manifest]) -> list[Manifest]:
+    """The same objects, each of which knows all."""
+    build: list[Manifest] = []
+    build += [replace(manifest, build=build) for manifest in manifests]
+    return build
 
 
 def json_path(root: str, parts: Any) -> str:
     """``$``, ``["spec", 0, "a.b"]`` → ``$.spec[0]['a.b']``."""
-    text = root
     for part in parts:
-        if isinstance(part, int):
-            text += f"[{part}]"
-        else:
-            text += f".{part}" if part.replace("_", "").isalnum() else f"['{part}']"
-    return text
+        is_plain = str(part).replace("_", "").isalnum()
+        root += f"[{part}]" if isinstance(part, int) else f".{part}" if is_plain else f"['{part}']"
+    return root
 
 
 def find_sources(path: Path) -> list[Path]:
@@ -228,13 +216,9 @@ def find_sources(path: Path) -> list[Path]:
     below = path / "overlays" if (path / "overlays").is_dir() else path
     folders = sorted({found.parent for name in _KUSTOMIZATION for found in below.rglob(name)})
     folders = [folder for folder in folders if _kustomization(folder).get("kind", "Kustomization") == "Kustomization"]
-    if not folders and not _files_of(path):
+    if not folders and not any(each.suffix in _SUFFIXES for each in path.glob("*")):
         raise ConfigError(f"{path} holds no manifest; allowed: a YAML file, or a folder with a kustomization.yaml")
     return folders or [path]
-
-
-def _files_of(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.glob("*") if file.suffix in (".yaml", ".yml", ".json"))
 
 
 def load(source: Path) -> list[Manifest]:
@@ -259,79 +243,61 @@ def load(source: Path) -> list[Manifest]:
 
 def _manifests(source: Path) -> Iterator[Manifest]:
     if source.is_dir() and not _kustomization(source):
-        for file in _files_of(source):
+        for file in sorted(each for each in source.glob("*") if each.suffix in _SUFFIXES):
             yield from _manifests(file)
         return
-    for content, lines, duplicates in _documents(_text_of(source)):
+    text = sys.stdin.read() if source == STDIN else _build(source) if source.is_dir() else read_input(source)
+    for content, lines in _documents(text):
         if not isinstance(content, dict):
             raise ConfigError(f"{source} holds {type(content).__name__}; allowed: mappings with apiVersion and kind")
         if str(content.get("apiVersion", "")).startswith("kustomize.config.k8s.io/"):
-            raise ConfigError(
-                f"{source} is kustomize's own {content.get('kind')}; allowed: its folder, {source.parent}"
-            )
+            kind = content.get("kind")
+            raise ConfigError(f"{source} is kustomize's own {kind}; allowed: its folder, {source.parent}")
         # What kustomize built has lines of its own, which no file has.
-        yield from _opened(Manifest(source, content, {} if source.is_dir() else lines, tuple(duplicates)))
+        yield from _opened(Manifest(source, content, {} if source.is_dir() else lines))
 
 
-def _text_of(source: Path) -> str:
-    if source == STDIN:
-        return sys.stdin.read()
-    return _build(source) if source.is_dir() else read_input(source)
-
-
-def _documents(text: str) -> Iterator[tuple[Any, dict[str, int], list[str]]]:
-    """Each document that is not empty: its tree, the lines of its JSON paths, and keys that are given twice."""
+def _documents(text: str) -> Iterator[tuple[Any, dict[str, int]]]:
+    """Each document that is not empty: its tree, and the lines of its JSON paths."""
     loader = _Loader(text)
     try:
         while loader.check_node():
             node = loader.get_node()
             assert node is not None
             lines: dict[str, int] = {}
-            duplicates: list[str] = []
-            _walk(node, "$", lines, duplicates, set())
+            _walk(node, "$", lines, set())
             content = loader.construct_document(node)
             if content is not None:
-                yield content, lines, duplicates
+                yield content, lines
     finally:
         loader.dispose()
 
 
-def _walk(node: yaml.Node, path: str, lines: dict[str, int], duplicates: list[str], seen: set[int]) -> None:
+def _walk(node: yaml.Node, path: str, lines: dict[str, int], seen: set[int]) -> None:
     lines.setdefault(path, node.start_mark.line + 1)
     if id(node) in seen:  # an alias, possibly of something around it
         return
     seen.add(id(node))
     if isinstance(node, yaml.SequenceNode):
         for i, item in enumerate(node.value):
-            _walk(item, json_path(path, [i]), lines, duplicates, seen)
+            _walk(item, json_path(path, [i]), lines, seen)
     elif isinstance(node, yaml.MappingNode):
-        keys = set()
         for key, value in node.value:
-            name = str(key.value)
-            below = json_path(path, [name])
-            if name in keys:
-                duplicates.append(below)
-            keys.add(name)
+            below = json_path(path, [str(key.value)])
             lines.setdefault(below, key.start_mark.line + 1)
-            _walk(value, below, lines, duplicates, seen)
+            _walk(value, below, lines, seen)
 
 
 def _opened(manifest: Manifest) -> Iterator[Manifest]:
-    """The objects of a List, also of one in another; items of a ``PodList`` are Pods, even without their own `kind`."""
+    """The objects of a List, also of one in another."""
     items = manifest.content.get("items")
-    if not manifest.kind.endswith("List") or not isinstance(items, list):
+    if manifest.kind != "List" or not isinstance(items, list):
         yield manifest
         return
-    of_list = {"apiVersion": manifest.api_version, "kind": manifest.kind.removesuffix("List")}
     for i, item in enumerate(items):
         root = f"$.items[{i}]"
-        inside = {path: path.replace(root, "$", 1) for path in manifest.lines if path.startswith(root)}
-        lines = {below: manifest.lines[path] for path, below in inside.items()}
-        duplicates = tuple(path.replace(root, "$", 1) for path in manifest.duplicates if path.startswith(root))
-        content = item if isinstance(item, dict) else {}
-        if of_list["kind"] and content and "kind" not in content and "apiVersion" not in content:
-            content = {**of_list, **content}
-        yield from _opened(Manifest(manifest.source, content, lines, duplicates))
+        lines = {path.replace(root, "$", 1): line for path, line in manifest.lines.items() if path.startswith(root)}
+        yield from _opened(Manifest(manifest.source, item if isinstance(item, dict) else {}, lines))
 
 
 def _build(folder: Path) -> str:
@@ -352,48 +318,32 @@ def _kustomization(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def _find(tree: Any, pattern: list[str]) -> Iterator[tuple[list[str | int], dict[str, Any]]]:
-    """Every mapping that `pattern` leads to, with the parts of its path."""
-    if not pattern:
-        if isinstance(tree, dict):
-            yield [], tree
-        return
-    items: list[tuple[str | int, Any]] = []
-    if pattern[0] == "*":
-        items += tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else []
-    elif isinstance(tree, dict) and pattern[0] in tree:
-        items.append((pattern[0], tree[pattern[0]]))
-    for part, value in items:
-        for parts, found in _find(value, pattern[1:]):
-            yield [part, *parts], found
+def _find_shapes(tree: Any, parts: list[Any], *, is_known: bool) -> Iterator[tuple[list[Any], dict[str, Any]]]:
+    """Every mapping with a Pod's spec, or that is one, with the parts of its path, the leader's or launcher's first.
 
-
-def _find_shapes(tree: Any, parts: list[str | int]) -> Iterator[tuple[list[str | int], dict[str, Any]]]:
-    """Every mapping with a Pod's spec, or that is one.
-
-    The object itself is none: containers in its spec are added to Pods that an operator makes (Prometheus). Containers
-    of a set of Argo are no Pod's alone.
+    An object of an unknown kind is none: containers in its spec are added to Pods that an operator makes (Prometheus).
+    Containers of a set of Argo are no Pod's alone.
     """
-    may_be = parts not in ([], ["spec"]) and "containerSet" not in parts
-    if may_be and (_has_containers(_mapping(tree, "spec")) or _has_containers(tree)):
+    spec = _mapping(tree, "spec")
+    if is_known:
+        found = isinstance(spec.get("containers"), list)
+    else:
+        may_be = parts not in ([], ["spec"]) and "containerSet" not in parts
+        found = may_be and (_has_containers(spec) or _has_containers(tree))
+    if found:
         yield parts, tree
         return
-    below: Any = tree.items() if _is_map(tree) else enumerate(tree) if isinstance(tree, list) else ()
-    for part, value in below:
-        yield from _find_shapes(value, [*parts, part])
+    below: Any = sorted(tree.items(), key=lambda item: str(item[0])) if isinstance(tree, dict) else ()
+    for part, value in enumerate(tree) if isinstance(tree, list) else below:
+        yield from _find_shapes(value, [*parts, part], is_known=is_known)
 
 
 def _has_containers(tree: Any) -> bool:
     """Whether it has a list of containers with names and images, as a Pod's spec; a policy's have wildcards."""
-    found = tree.get("containers") if _is_map(tree) else None
-    if not isinstance(found, list) or not found:
-        return False
-    named = [f"{each['name']} {each['image']}" for each in found if _is_map(each) and {"name", "image"} <= each.keys()]
-    return len(named) == sum(map(_is_map, found)) and not any("*" in each for each in named)
-
-
-def _is_map(value: Any) -> bool:
-    return isinstance(value, dict)
+    found = tree.get("containers") if isinstance(tree, dict) else None
+    maps = [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+    named = [f"{each['name']} {each['image']}" for each in maps if {"name", "image"} <= each.keys()]
+    return bool(named) and len(named) == len(maps) and not any("*" in each for each in named)
 
 
 def _count(tree: dict[str, Any], *names: str) -> int:

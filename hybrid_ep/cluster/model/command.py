@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import click
 from rich.console import Console
@@ -13,7 +12,6 @@ from hybrid_ep.cluster.model.machine import Machine
 from hybrid_ep.cluster.model.question import MODES, Question
 from hybrid_ep.cluster.model.report import answer, print_report
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.outputs import OutputFile
 from hybrid_ep.workload import DTYPES, ROUTINGS, SKEWS_PER_EXPONENT, ZIPF_EXPONENT, Workload, default_workload_sizes
 
 __all__ = ["model"]
@@ -58,8 +56,6 @@ _MOST_SKEW = 50.0  # above 60, unpopular experts have so few rows that quotients
 )
 @click.option("--straggler", default=1.0, help="Factor by which one simulated rank is slower.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
-@click.option("--svg", type=OutputFile(), help="Draw the time by number of domains into this SVG file.")
-@click.option("--png", type=OutputFile(), help="Draw the same into this PNG file.")
 def model(
     domains: int,
     ranks_per_domain: int,
@@ -82,8 +78,6 @@ def model(
     simulate: int,
     straggler: float,
     as_json: bool,
-    svg: Path | None,
-    png: Path | None,
 ) -> None:
     """Predict dispatch and combine on a grid of domains × ranks: time, bytes of each hop, memory, and limits.
 
@@ -118,12 +112,6 @@ def model(
         click.echo(json.dumps(report.to_json(), indent=2))
     else:
         print_report(report, Console())
-    for path, form in ((svg, "svg"), (png, "png")):
-        if path is not None:
-            # Drawing is loaded only when something is drawn.
-            from hybrid_ep.cluster.model.figures import draw
-
-            path.write_bytes(draw(report, form))
     if report.excesses:
         raise click.exceptions.Exit(1)
 

@@ -27,13 +27,7 @@ class DeadlockError(Exception):
 
 
 class Gate:
-    """A place at which processes wait.
-
-    Args:
-        name: of what they wait for.
-    """
-
-    __slots__ = ("name", "waiting")
+    """A place at which processes wait for what its name says."""
 
     def __init__(self, name: str) -> None:
         self.name = name

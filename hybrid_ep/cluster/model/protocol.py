@@ -18,23 +18,90 @@ was waited for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hybrid_ep.cluster.model.events import Clock, Gate, Process
-from hybrid_ep.cluster.model.protocol_inputs import Faults, Ring, Times
 
-__all__ = ["Network", "Protocol", "ProtocolError", "random_batches"]
+__all__ = ["FAULTS", "Protocol", "ProtocolError", "Ring", "Times", "random_batches"]
 
 _DISPATCH_CONTROL, _COMBINE_CONTROL = 2, 1  # chunks of a call ahead of its records
 _CONTROL_WARPS = 6
 
 
+# Mistakes that a simulation can make on purpose, so that a test sees that it notices them.
+FAULTS = {
+    "loses_credits": "no credit is returned",
+    "ignores_credits": "senders do not wait for them",
+    "forwards_by_domain": "a rank forwards all chunks of a domain before it looks at the next one's",
+    "holds_and_waits": "a warp at home waits while it holds rows",
+    "claims_without_slot": "warps of combine claim parts whose slot is not free, the last domain's first, and wait",
+    "sends_in_order": "a rank that is alone in its domain sends parts in one order, and waits for their slots",
+}
+
+
 class ProtocolError(Exception):
     """The protocol was broken: data would be lost or taken for other data."""
+
+
+class Ring(NamedTuple):
+    """Shape of a stream's ring.
+
+    Attributes:
+        num_slots, slots_per_credit: S, and slots of a group.
+        per_chunk, per_part: records of a chunk, and of the part of it that a warp takes.
+        num_send_warps, num_forward_warps: of a rank, in dispatch.
+        num_push_warps, num_domain_warps, num_home_warps: of a rank, in combine.
+        is_alone: every rank is alone in its domain.
+        num_open: tokens that a warp at home holds.
+    """
+
+    num_slots: int
+    slots_per_credit: int
+    per_chunk: int
+    per_part: int
+    num_send_warps: int
+    num_forward_warps: int
+    num_push_warps: int
+    num_domain_warps: int
+    num_home_warps: int
+    is_alone: bool = False
+    num_open: int = 2
+
+
+class Times(NamedTuple):
+    """The times of steps in µs, and rates in bytes per µs.
+
+    Attributes:
+        build, forward: of a record by a warp, in dispatch.
+        push: of a record by a warp that is alone in its domain, in combine.
+        part: of a warp that sums for domains, for each part of a chunk.
+        sum, sum_home: of a record by a warp, in combine.
+        nvlink, own: by domain: of a record's rows on their way within it, and of all of a rank's own rows there.
+        first_rows: by domain: of a combine, until the rows for one domain are at the rank that sums them.
+        agree: what a rank does after each exchange of control chunks, in dispatch and in combine.
+        latency, jitter: of a message, without its bytes; up to so much more, drawn for each.
+        record_bytes, rate: of dispatch and of combine; of the port.
+    """
+
+    build: float
+    forward: float
+    push: float
+    part: float
+    sum: float
+    sum_home: float
+    nvlink: Sequence[float]
+    own: Sequence[float]
+    first_rows: Sequence[float]
+    agree: tuple[float, float]
+    latency: float
+    jitter: float
+    record_bytes: tuple[float, float]
+    rate: float
 
 
 @dataclass
@@ -54,24 +121,6 @@ class _Stream:
 
 
 @dataclass
-class Network:
-    """Ports of all ranks: what leaves and what enters one passes one after the other.
-
-    Attributes:
-        out_free, in_free: when a port has nothing more to do.
-        slowdown: of a rank's port and warps; 1 for all but stragglers.
-    """
-
-    out_free: list[float]
-    in_free: list[float]
-    slowdown: NDArray[np.float64]
-
-    @classmethod
-    def of(cls, slowdown: NDArray[np.float64]) -> Network:
-        return cls([0.0] * len(slowdown), [0.0] * len(slowdown), slowdown)
-
-
-@dataclass
 class _Batch:
     """All ranks' destinations: ``indices[r][t, d]`` is the index of rank r's token t among those to domain d."""
 
@@ -84,14 +133,8 @@ class _Batch:
         self.counts = np.stack([goes.sum(0) for goes in self.goes])
 
 
-@dataclass
-class _OwnSums:
-    """The sums of a rank's own tokens in its own domain.
-
-    Attributes:
-        done: parts that are summed.
-        gate: opened for each.
-    """
+class _OwnSums(NamedTuple):
+    """The parts of a rank's own tokens that are summed in its own domain, and a gate that is opened for each."""
 
     done: set[int]
     gate: Gate
@@ -106,7 +149,7 @@ class Protocol:
         num_domains: D.
         seed: of delays.
         slowdown: ``[D]``, factors of the ranks' own times; None = 1.
-        faults: done on purpose.
+        faults: of `FAULTS`, done on purpose.
     """
 
     def __init__(
@@ -116,12 +159,14 @@ class Protocol:
         num_domains: int,
         seed: int,
         slowdown: NDArray[np.float64] | None = None,
-        faults: Faults | None = None,
+        faults: frozenset[str] = frozenset(),
     ) -> None:
         self.ring, self.times, self.num_domains = ring, times, num_domains
-        self.faults = faults or Faults()
+        self.faults = faults
         self.clock = Clock()
-        self.network = Network.of(np.ones(num_domains) if slowdown is None else slowdown)
+        self.slowdown = np.ones(num_domains) if slowdown is None else slowdown
+        # When the port of each rank has nothing more to send, and to take in: what passes one passes in turn.
+        self.out_free, self.in_free = [0.0] * num_domains, [0.0] * num_domains
         self.nvlink_free = [0.0] * num_domains
         self.any_credit = [Gate(f"rank {r}: a credit from any rank") for r in range(num_domains)]
         self._random = np.random.default_rng(seed)
@@ -184,19 +229,18 @@ class Protocol:
         stream, ring = self.streams[a, b], self.ring
         lap, slot = divmod(stream.sent_before + chunk, ring.num_slots)
         group = slot // ring.slots_per_credit
-        while stream.credits[group] < lap and not self.faults.ignores_credits:
+        while stream.credits[group] < lap and "ignores_credits" not in self.faults:
             yield stream.credit_gates[group]
 
     def _is_free(self, a: int, b: int, chunk: int) -> bool:
         stream, ring = self.streams[a, b], self.ring
         lap, slot = divmod(stream.sent_before + chunk, ring.num_slots)
-        return stream.credits[slot // ring.slots_per_credit] >= lap or self.faults.ignores_credits
+        return stream.credits[slot // ring.slots_per_credit] >= lap or "ignores_credits" in self.faults
 
     def _send(self, a: int, b: int, chunk: int, num_bytes: float) -> None:
-        network = self.network
         number = self.streams[a, b].sent_before + chunk
-        begin = max(self.clock.now, network.out_free[a])
-        network.out_free[a] = begin + num_bytes / self.times.rate * network.slowdown[a]
+        begin = max(self.clock.now, self.out_free[a])
+        self.out_free[a] = begin + num_bytes / self.times.rate * self.slowdown[a]
         first_byte = begin + self.times.latency + self._jitter()
         self.clock.start(self._arrive(a, b, number, num_bytes), first_byte - self.clock.now)
 
@@ -212,10 +256,10 @@ class Protocol:
 
     def _arrive(self, a: int, b: int, number: int, num_bytes: float) -> Process:
         """Simulates a chunk from its first byte at the port of rank b on."""
-        stream, network = self.streams[a, b], self.network
-        slowdown = max(network.slowdown[a], network.slowdown[b])
-        network.in_free[b] = max(self.clock.now, network.in_free[b]) + num_bytes / self.times.rate * slowdown
-        yield network.in_free[b] + self._jitter() - self.clock.now
+        stream = self.streams[a, b]
+        slowdown = max(self.slowdown[a], self.slowdown[b])
+        self.in_free[b] = max(self.clock.now, self.in_free[b]) + num_bytes / self.times.rate * slowdown
+        yield self.in_free[b] + self._jitter() - self.clock.now
         slot = number % self.ring.num_slots
         if stream.unread[slot]:
             raise ProtocolError(f"chunk {number} from {a} to {b} overwrites chunk {stream.flags[slot] - 1}")
@@ -251,7 +295,7 @@ class Protocol:
         stream.rows_read[slot], stream.unread[slot] = 0, False
         group = slot // ring.slots_per_credit
         stream.slots_read[group] += 1
-        if stream.slots_read[group] < ring.slots_per_credit or self.faults.loses_credits:
+        if stream.slots_read[group] < ring.slots_per_credit or "loses_credits" in self.faults:
             return
         stream.slots_read[group] = 0
         self.clock.start(self._credit(a, b, group, lap + 1), self.times.latency + self._jitter())
@@ -305,7 +349,7 @@ class Protocol:
                 self._read_rows(a, r, chunk, 1, 1)
 
         yield from self._all([publish(warp) for warp in range(_CONTROL_WARPS)], f"rank {r}: control")
-        yield agree * self.network.slowdown[r]
+        yield agree * self.slowdown[r]
 
     def _num_chunks(self, num_records: int) -> int:
         return -(-num_records // self.ring.per_chunk)
@@ -327,7 +371,7 @@ class Protocol:
             yield from self._exchange(r, chunk, self.times.agree[0])
         sent, read = batch.counts[r], batch.counts[:, r]
         sending = self._items(r, sent, self.ring.num_send_warps)
-        forwarding = self._items(r, read, self.ring.num_forward_warps, self.faults.forwards_by_domain)
+        forwarding = self._items(r, read, self.ring.num_forward_warps, "forwards_by_domain" in self.faults)
         how = _DISPATCH_CONTROL, self.times.build, self.times.record_bytes[0]
         warps = [self._send_records(r, sent, sending, *how) for _ in range(self.ring.num_send_warps)]
         warps += [self._forward_records(r, read, forwarding) for _ in range(self.ring.num_forward_warps)]
@@ -378,14 +422,14 @@ class Protocol:
         record: float,
     ) -> Process:
         """A warp that sends records, which need `us` each and have `record` bytes; chunk `first` is the first one."""
-        slow = self.network.slowdown[r]
+        slow = self.slowdown[r]
         for d, index, num_rows in items:
             yield from self._wait_free(r, d, first + index)
             yield num_rows * us * slow
             self._write_rows(r, d, first + index, num_rows, self._records_of(int(counts[d]), index), record)
 
     def _forward_records(self, r: int, counts: NDArray[np.int64], items: Iterator[tuple[int, int, int]]) -> Process:
-        times, slow = self.times, self.network.slowdown[r]
+        times, slow = self.times, self.slowdown[r]
         for d, index, num_rows in items:
             yield from self._wait_chunk(d, r, _DISPATCH_CONTROL + index)
             yield max(num_rows * times.forward * slow, self._over_nvlink(r, num_rows * times.nvlink[r]))
@@ -400,7 +444,7 @@ class Protocol:
 
     def _combine(self, r: int, batch: _Batch) -> Process:
         yield from self._exchange(r, 0, self.times.agree[1])
-        ring, times, slow = self.ring, self.times, float(self.network.slowdown[r])
+        ring, times, slow = self.ring, self.times, float(self.slowdown[r])
         held, awaited, begin = batch.counts[:, r].copy(), batch.counts[r], self.clock.now
         own = _OwnSums(set(), Gate(f"rank {r}: sums of its own domain"))
         tokens, indices, next_parts = iter(range(len(batch.goes[r]))), batch.indices[r], [0] * self.num_domains
@@ -424,7 +468,7 @@ class Protocol:
             items, how = self._items(r, held, 0), (_COMBINE_CONTROL, times.push, times.record_bytes[1])
             warps = [
                 self._send_records(r, held, items, *how)
-                if self.faults.sends_in_order
+                if "sends_in_order" in self.faults
                 else self._fill_chunks(r, warp, next_parts, held, own, push)
                 for warp in range(ring.num_push_warps)
             ]
@@ -450,16 +494,16 @@ class Protocol:
         while True:
             # The domains that have parts left, from the warp's turn on; by mistake the last one first.
             domains = [(turn + i) % self.num_domains for i in range(self.num_domains)]
-            if self.faults.claims_without_slot:
+            if "claims_without_slot" in self.faults:
                 domains = [(r - 1 - i) % self.num_domains for i in range(self.num_domains)]
             left = [d for d in domains if self._rows_of_part(int(held[d]), next_parts[d]) > 0]
             if not left:
                 return
             free = [d for d in left if d == r or self._is_free(r, d, _COMBINE_CONTROL + next_parts[d] // per_chunk)]
-            if not free and not self.faults.claims_without_slot:
+            if not free and "claims_without_slot" not in self.faults:
                 yield self.any_credit[r]
                 continue
-            d = left[0] if self.faults.claims_without_slot else free[0]
+            d = left[0] if "claims_without_slot" in self.faults else free[0]
             part, turn = next_parts[d], d + 1
             index, num_rows = part // per_chunk, self._rows_of_part(int(held[d]), part)
             next_parts[d] += 1
@@ -482,7 +526,7 @@ class Protocol:
         awaited: NDArray[np.int64],
         own: _OwnSums,
     ) -> Process:
-        ring, times, slow = self.ring, self.times, self.network.slowdown[r]
+        ring, times, slow = self.ring, self.times, self.slowdown[r]
         opened: list[list[tuple[int, int]]] = []
 
         def finish() -> Process:
@@ -505,7 +549,7 @@ class Protocol:
                     self._is_here(d, r, _COMBINE_CONTROL + index // ring.per_chunk) for d, index in parts
                 )
 
-            while opened and not is_here() and not self.faults.holds_and_waits:
+            while opened and not is_here() and "holds_and_waits" not in self.faults:
                 yield from finish()
             for d, index in parts:
                 yield from self._wait_chunk(d, r, _COMBINE_CONTROL + index // ring.per_chunk)

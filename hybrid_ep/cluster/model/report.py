@@ -1,4 +1,4 @@
-"""The output of the model: gathered once, then shown as tables in 80 columns, as JSON, or as a picture."""
+"""The output of the model: gathered once, then shown as tables in 80 columns or as JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from hybrid_ep.checks import require_int
 from hybrid_ep.cluster.model.limits import Excess, Stop, SweepPoint, find_excesses, find_stops, sweep_domains
@@ -16,7 +15,8 @@ from hybrid_ep.cluster.model.predict import Prediction, predict
 from hybrid_ep.cluster.model.question import Question
 from hybrid_ep.cluster.model.simulate import Tail, simulate_tail
 from hybrid_ep.cluster.model.traffic import HOPS, expected_rows
-from hybrid_ep.report.units import format_bytes, unit_of_microseconds
+from hybrid_ep.report.tables import NOTHING, Cell, DataTable
+from hybrid_ep.report.units import format_bytes, format_microseconds
 
 __all__ = ["ModelReport", "answer", "print_report"]
 
@@ -135,7 +135,7 @@ def print_report(report: ModelReport, console: Console) -> None:
         f"NVLink {machine.nvlink:g} GB/s each way; a token goes to {report.remote_domains:.2f} other domains"
     )
     for table in (_times(report), _traffic(report), _memory(report), _sweep(report)):
-        console.print(table)
+        console.print(table.to_rich())
     for tail in report.tails:
         console.print(
             f"simulated {tail.call}: median {_time(tail.median_us)}, 99 % {_time(tail.p99_us)}, "
@@ -150,78 +150,54 @@ def print_report(report: ModelReport, console: Console) -> None:
         )
 
 
-def _times(report: ModelReport) -> Table:
+def _times(report: ModelReport) -> DataTable:
     """Each step of both calls, in the order in which they come."""
-    table = Table("time", title_justify="left")
-    for prediction in report.predictions:
-        table.add_column(prediction.call, justify="right")
-    fixed = dict.fromkeys(name for one in report.predictions for name in one.fixed)
-    rows = dict.fromkeys(name for one in report.predictions for name in one.rows)
-    for name in fixed:
-        table.add_row(name, *(_time(one.fixed.get(name)) for one in report.predictions))
-    table.add_section()
-    for name in rows:
-        cells = []
-        for one in report.predictions:
-            is_slowest = name in one.rows and one.rows[name] == max(one.rows.values())
-            cells.append(_time(one.rows.get(name)) + (" ◄" if is_slowest and not one.serial else ""))
-        table.add_row(f"rows: {name}", *cells)
-    table.add_section()
-    table.add_row("whole call", *(_time(one.total_us) for one in report.predictions))
-    table.add_row("bottleneck", *(one.bottleneck for one in report.predictions))
-    return table
+    calls = report.predictions
+    fixed = dict.fromkeys(name for one in calls for name in one.fixed)
+    rows = [[name, *(_time(one.fixed.get(name)) for one in calls)] for name in fixed]
+    for name in dict.fromkeys(name for one in calls for name in one.rows):
+        is_slowest = [not one.serial and one.rows.get(name) == max(one.rows.values()) for one in calls]
+        cells = [_time(one.rows.get(name)) + " ◄" * slow for one, slow in zip(calls, is_slowest, strict=True)]
+        rows.append([f"rows: {name}", *cells])
+    rows.append(["whole call", *(_time(one.total_us) for one in calls)])
+    rows.append(["bottleneck", *(one.bottleneck for one in calls)])
+    return DataTable(["time", *(one.call for one in calls)], rows)
 
 
-def _traffic(report: ModelReport) -> Table:
-    table = Table("bytes of a rank: mean, most loaded")
-    for prediction in report.predictions:
-        table.add_column(prediction.call, justify="right")
+def _traffic(report: ModelReport) -> DataTable:
     traffics = [prediction.traffic for prediction in report.predictions]
-    for name in HOPS:
-        if any(traffic.hops[name].most for traffic in traffics):
-            hops = (traffic.hops[name] for traffic in traffics)
-            table.add_row(name, *(f"{format_bytes(hop.mean)}, {format_bytes(hop.most)}" for hop in hops))
-    if report.question.num_domains == 1:
-        return table
-    records = [traffic.record for traffic in traffics if traffic.record]
-    table.add_row("record; records of a chunk", *(f"{one.num_bytes} B; {one.per_chunk}" for one in records))
-    table.add_row("chunks and credits sent", *(f"{one.messages} + {one.credits}" for one in traffics))
-    table.add_row("control", *(format_bytes(one.control_bytes) for one in traffics))
-    table.add_row("in flight to a peer", *(format_bytes(one.in_flight) for one in traffics))
-    return table
+    rows = [
+        [name, *(f"{format_bytes(each.hops[name].mean)}, {format_bytes(each.hops[name].most)}" for each in traffics)]
+        for name in HOPS
+        if any(traffic.hops[name].most for traffic in traffics)
+    ]
+    if report.question.num_domains > 1:
+        records = [traffic.record for traffic in traffics if traffic.record]
+        rows.append(["record; records of a chunk", *(f"{one.num_bytes} B; {one.per_chunk}" for one in records)])
+        rows.append(["chunks and credits sent", *(f"{one.messages} + {one.credits}" for one in traffics)])
+        rows.append(["control", *(format_bytes(one.control_bytes) for one in traffics)])
+        rows.append(["in flight to a peer", *(format_bytes(one.in_flight) for one in traffics)])
+    return DataTable(["bytes of a rank: mean, most loaded", *(one.call for one in report.predictions)], rows)
 
 
-def _memory(report: ModelReport) -> Table:
-    table = Table("memory of the most loaded rank")
-    table.add_column("bytes", justify="right")
-    for name, num_bytes in report.memory.items():
-        table.add_row(name, format_bytes(num_bytes))
-    table.add_section()
-    table.add_row("all", format_bytes(sum(report.memory.values())))
-    return table
+def _memory(report: ModelReport) -> DataTable:
+    parts = {**report.memory, "all": sum(report.memory.values())}
+    return DataTable(
+        ["memory of the most loaded rank", "bytes"], [[n, format_bytes(size)] for n, size in parts.items()]
+    )
 
 
-def _sweep(report: ModelReport) -> Table:
-    table = Table("domains")
-    for name in ("to domains", "dispatch", "combine"):
-        table.add_column(name, justify="right")
-    table.add_column("bottleneck of dispatch")
+def _sweep(report: ModelReport) -> DataTable:
+    rows = []
     for point in report.sweep:
+        cells = [str(point.num_domains), point.dispatch.bottleneck, f"{point.remote_domains:.2f}"]
+        cells += [_time(point.dispatch.total_us), _time(point.combine.total_us)]
         is_asked = point.num_domains == report.question.num_domains
-        table.add_row(
-            str(point.num_domains),
-            f"{point.remote_domains:.2f}",
-            _time(point.dispatch.total_us),
-            _time(point.combine.total_us),
-            point.dispatch.bottleneck,
-            style="bold" if is_asked else None,
-        )
-    return table
+        rows.append([Cell(text, style="bold" if is_asked else "") for text in cells])
+    return DataTable(
+        ["domains", "bottleneck of dispatch", "to domains", "dispatch", "combine"], rows, num_text_columns=2
+    )
 
 
 def _time(microseconds: float | None) -> str:
-    if microseconds is None:
-        return "–"
-    factor, unit = unit_of_microseconds(microseconds)
-    value = microseconds / factor
-    return f"{value:#.3g} {unit}" if value < 99.95 else f"{value:.0f} {unit}"
+    return NOTHING if microseconds is None else format_microseconds(microseconds)

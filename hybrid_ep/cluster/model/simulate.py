@@ -1,8 +1,4 @@
-"""Two uses of the simulation between domains: whether ranks can wait forever, and how long the slowest rank takes.
-
-`check_seed` runs a small grid with small rings. Delays, order of arrivals, counts, and late or slow ranks are random.
-`simulate_tail` runs the grid of a question with the engine's rings and the model's rates.
-"""
+"""How long the slowest rank takes: the simulation between domains with the engine's rings and the model's rates."""
 
 from __future__ import annotations
 
@@ -13,8 +9,7 @@ import numpy as np
 from hybrid_ep import _C
 from hybrid_ep.checks import require, require_number
 from hybrid_ep.cluster.model.predict import predict, rows_of_record
-from hybrid_ep.cluster.model.protocol import Protocol, random_batches
-from hybrid_ep.cluster.model.protocol_inputs import Faults, Ring, Times
+from hybrid_ep.cluster.model.protocol import Protocol, Ring, Times, random_batches
 from hybrid_ep.cluster.model.question import Question
 from hybrid_ep.cluster.model.traffic import expected_rows, traffic_of
 from hybrid_ep.cluster.model.warps import (
@@ -26,7 +21,7 @@ from hybrid_ep.cluster.model.warps import (
     RECORDS_OF_PART,
 )
 
-__all__ = ["Tail", "check_seed", "ring_of", "simulate_tail", "times_of"]
+__all__ = ["Tail", "ring_of", "simulate_tail", "times_of"]
 
 _KB_US = 1e3  # bytes per µs at 1 GB/s
 _JITTER_US = 1.0
@@ -51,58 +46,6 @@ class Tail:
     max_us: float
     model_us: float
     num_samples: int
-
-
-def check_seed(seed: int, faults: Faults | None = None) -> int:
-    """Runs two dispatches and two combines of a small random grid; returns the number of events.
-
-    Raises:
-        DeadlockError: ranks wait forever.
-        ProtocolError: a slot was overwritten, or a chunk is not the one waited for.
-    """
-    random = np.random.default_rng(seed)
-    num_domains = int(random.integers(2, 6))
-    slots_per_credit = int(random.integers(1, 3))
-    ring = Ring(
-        num_slots=slots_per_credit * int(random.integers(1, 5)),
-        slots_per_credit=slots_per_credit,
-        per_chunk=(per_chunk := int(random.integers(1, 8))),
-        per_part=int(random.integers(1, per_chunk + 1)),
-        num_send_warps=int(random.integers(1, 4)),
-        num_forward_warps=int(random.integers(1, 4)),
-        num_push_warps=int(random.integers(1, 3)),
-        num_domain_warps=int(random.integers(1, 4)),
-        num_home_warps=int(random.integers(1, 4)),
-        is_alone=bool(random.random() < 0.3),
-        num_open=int(random.integers(1, 4)),
-    )
-    build, forward, push, part, sums, sums_home, agree = random.exponential(1.0, 7).tolist()
-    nvlink, own, first_rows = random.exponential(1.0, (3, num_domains)).tolist()
-    jitter = float(random.choice([0.0, 2.0, 20.0]))
-    times = Times(
-        build,
-        forward,
-        push,
-        part,
-        sums,
-        sums_home,
-        nvlink,
-        own,
-        first_rows,
-        (agree, agree),
-        latency=1.0,
-        jitter=jitter,
-        record_bytes=(1.0, 1.0),
-        rate=1.0,
-    )
-    slowdown = np.where(random.random(num_domains) < 0.2, 20.0, 1.0)
-    # Some domains are destinations of all tokens, and some of none.
-    shares = random.choice([0.0, 0.2, 0.7, 1.0], num_domains)
-    batches = random_batches(random, 2, lambda: int(random.integers(0, 24)), shares)
-    starts = random.exponential(5.0, (4, num_domains))
-    protocol = Protocol(ring, times, num_domains, seed, slowdown, faults)
-    protocol.run(batches, starts)
-    return protocol.clock.num_events
 
 
 def ring_of(question: Question) -> Ring:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from hybrid_ep.cluster.doctor.model import Status
 from hybrid_ep.cluster.validation.cluster import MOST_TABLES, Cluster
+from hybrid_ep.report.tables import DataTable
 
 __all__ = ["to_markdown"]
 
@@ -76,10 +77,7 @@ def _lines(cluster: Cluster) -> Iterator[str]:
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    yield "| " + " | ".join(map(_text, columns)) + " |"
-    yield "|---" * len(columns) + "|"
-    for row in rows:
-        yield "| " + " | ".join(map(_text, row)) + " |"
+    yield from DataTable(list(map(_text, columns)), [list(map(_text, row)) for row in rows], len(columns)).to_markdown()
     yield ""
 
 

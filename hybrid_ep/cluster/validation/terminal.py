@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from hybrid_ep.cluster.doctor.render import STYLES
 from hybrid_ep.cluster.validation.cluster import MOST_TABLES, Cluster
 from hybrid_ep.report.names import shorten_names
+from hybrid_ep.report.tables import Cell, DataTable
 
 __all__ = ["render"]
 
@@ -28,15 +28,8 @@ def render(cluster: Cluster) -> RenderableType:
     return Group(*parts)
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for position, column in enumerate(columns):
-        table.add_column(column, no_wrap=position < 2, overflow="fold")
-    return table
-
-
-def _status(name: str) -> Text:
-    return Text(name, style=STYLES[name])
+def _status(name: str) -> Cell:
+    return Cell(name, style=STYLES[name])
 
 
 def _rest(shown: int, total: int, what: str) -> list[RenderableType]:
@@ -47,13 +40,12 @@ def _to_dos(cluster: Cluster) -> list[RenderableType]:
     to_dos = cluster.to_dos()
     if not to_dos:
         return []
-    table = _table("what to do", "check", "", "nodes", "seen", "remedy")
+    rows: list[list[str | Cell]] = []
     for to_do in to_dos[:_MOST]:
-        result = to_do.result
         hosts = shorten_names(to_do.hosts, _MOST_NAMES) or "between nodes"
-        row = [Text(hosts), Text(to_do.seen), Text(result.remedy)]
-        table.add_row(Text(result.id), _status(result.shown_as), *row)
-    return [table, *_rest(_MOST, len(to_dos), "checks")]
+        rows.append([to_do.result.id, _status(to_do.result.shown_as), hosts, to_do.seen, to_do.result.remedy])
+    table = DataTable(["check", "", "nodes", "seen", "remedy"], rows, num_text_columns=5, title="what to do")
+    return [table.to_rich(), *_rest(_MOST, len(to_dos), "checks")]
 
 
 def _jobs(cluster: Cluster) -> list[RenderableType]:
@@ -61,20 +53,21 @@ def _jobs(cluster: Cluster) -> list[RenderableType]:
     wrong.sort(key=lambda job: job.status)
     if not wrong:
         return []
-    table = _table("test jobs", "job", "", "hosts", "reason", "remedy")
-    for job in wrong[:_MOST]:
-        row = [Text(shorten_names(job.hosts, _MOST_NAMES)), Text(job.reason), Text(job.remedy)]
-        table.add_row(Text(job.name), _status(job.status), *row)
-    return [table, *_rest(_MOST, len(wrong), "jobs")]
+    rows: list[list[str | Cell]] = [
+        [job.name, _status(job.status), shorten_names(job.hosts, _MOST_NAMES), job.reason, job.remedy]
+        for job in wrong[:_MOST]
+    ]
+    table = DataTable(["job", "", "hosts", "reason", "remedy"], rows, num_text_columns=5, title="test jobs")
+    return [table.to_rich(), *_rest(_MOST, len(wrong), "jobs")]
 
 
 def _pairs(cluster: Cluster) -> list[RenderableType]:
     tables: list[RenderableType] = []
     for pairs in cluster.pair_tables[:MOST_TABLES]:
         title = f"slowest of {len(pairs.figures)} pairs: {pairs.metric}, median {pairs.median:.4g} {pairs.unit}"
-        table = _table(title, "hosts", pairs.unit, "of median", "expected")
+        rows = []
         for figure in pairs.figures[:3]:
             least = "" if figure.least is None else f"≥ {figure.least:.4g}"
-            table.add_row(Text(" – ".join(figure.job.hosts)), f"{figure.value:.4g}", pairs.share(figure.value), least)
-        tables.append(table)
+            rows.append([" – ".join(figure.job.hosts), f"{figure.value:.4g}", pairs.share(figure.value), least])
+        tables.append(DataTable(["hosts", pairs.unit, "of median", "expected"], rows, title=title).to_rich())
     return tables

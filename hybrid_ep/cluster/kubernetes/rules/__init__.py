@@ -1,22 +1,10 @@
-"""Rules for faults that schemas cannot express: manifests that fit them, and are refused, hang, fall back or fail.
+"""Rules for faults that schemas and the API server accept: manifests that hang, fall back, fail, or are slow.
 
-A rule is a function over one manifest, or over all of one build, that yields findings. docs/kubernetes_check.md lists
-its id, level and docstring. Tests break a shipped overlay for each rule, and that rule alone must find it.
+A rule is a function over one manifest, which knows the other objects of its build, and yields findings.
+docs/kubernetes_check.md lists its id, level and docstring. Tests break a manifest for each rule.
 """
 
-from hybrid_ep.cluster.kubernetes.rules import (
-    claims,
-    fabric,
-    fields,
-    jobs,
-    mpijob,
-    network,
-    nodes,
-    pod_security,
-    pods,
-    references,
-)
+from hybrid_ep.cluster.kubernetes.rules import devices, fabric, jobs, mpijob, nodes, ranks
 from hybrid_ep.cluster.kubernetes.rules.registry import RULES, Rule, check_rules
 
-__all__ = ["RULES", "Rule", "check_rules", "claims", "fabric", "fields", "jobs", "mpijob", "network", "nodes", "pods"]
-__all__ += ["pod_security", "references"]
+__all__ = ["RULES", "Rule", "check_rules", "devices", "fabric", "jobs", "mpijob", "nodes", "ranks"]

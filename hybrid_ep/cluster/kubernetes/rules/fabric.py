@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hybrid_ep.cluster.kubernetes.manifest import Manifest, PodTemplate, json_path
 from hybrid_ep.cluster.kubernetes.problem import Level
 from hybrid_ep.cluster.kubernetes.rules.parts import amount, containers, gpus, items, main, mounted_file, nics, words
-from hybrid_ep.cluster.kubernetes.rules.registry import Build, BuildFound, Finding, build_rule
+from hybrid_ep.cluster.kubernetes.rules.registry import Finding, Found, rule
 from hybrid_ep.env import VARIABLES
 
 _OURS = {variable.name: variable for variable in VARIABLES}
 _BYTE = r"\d|[1-9]\d|1\d\d|2[0-4]\d|25[0-5]"
 _PRIORITY = r"\d|1[0-5]"
 _NIC = r"[\w.-]+"
-_CAPABILITY = r"all|compute|compat32|graphics|utility|video|display|ngx"
 _JOBS = ("Job", "JobSet", "LeaderWorkerSet", "MPIJob", "PyTorchJob")  # whose Pods may be ranks of one job
 # What the others take: name → pattern, and the same for people. Sources: the pages of environment variables in NCCL's
-# user guide, NVSHMEM's API reference, UCX's documentation and that of NVIDIA's container toolkit.
+# user guide and NVSHMEM's API reference.
 _TAKEN = {
     "NCCL_IB_DISABLE": (r"[01]", "0 or 1"),
     "NCCL_IB_HCA": (rf"\^?=?{_NIC}(:\d+)?(,{_NIC}(:\d+)?)*", "names of NICs, separated by commas"),
@@ -31,20 +30,10 @@ _TAKEN = {
     "NCCL_DEBUG": (r"(?i)VERSION|WARN|INFO|TRACE|ABORT|NONE", "VERSION, WARN, INFO or TRACE"),
     "NCCL_P2P_LEVEL": (r"LOC|NVL|PIX|PXB|PHB|SYS|[0-5]", "LOC, NVL, PIX, PXB, PHB or SYS"),
     "NCCL_SOCKET_IFNAME": (r"\^?=?[\w.:-]+(,[\w.:-]+)*", "names of network interfaces, separated by commas"),
-    # A device of UCX is a NIC with its port, or a network interface.
-    "UCX_NET_DEVICES": (
-        r"\^?(?!(mlx5|bnxt_re|irdma|ibp\w*)_?\w*(,|$))[\w.-]+(:\d+)?(,(?!(mlx5|bnxt_re)_?\w*(,|$))[\w.-]+(:\d+)?)*",
-        "entries NIC:PORT or network interfaces, separated by commas",
-    ),
-    "UCX_TLS": (r"\^?[\w-]+(,[\w-]+)*", "names of transports, separated by commas"),
     "NCCL_MNNVL_ENABLE": (r"[0-2]", "0, 1 or 2"),
-    "NVIDIA_DRIVER_CAPABILITIES": (
-        rf"({_CAPABILITY})(,({_CAPABILITY}))*",
-        "all, or of compute, utility, compat32, graphics, video, display and ngx, separated by commas",
-    ),
     "NVSHMEM_HCA_LIST": (rf"\^?{_NIC}:\d+(,\^?{_NIC}:\d+)*", "entries NAME:PORT, separated by commas"),
     "NVSHMEM_REMOTE_TRANSPORT": (
-        r"(?i)none|ibrc|ibdevx|ibgda|ucx|libfabric",
+        r"(?i)none|ib(rc|devx|gda)|ucx|libfabric",
         "ibrc, ibdevx, ibgda, ucx, libfabric or none",
     ),
     "NVSHMEM_IB_GID_INDEX": (_BYTE, "0 to 255"),
@@ -67,27 +56,31 @@ class _Setting(NamedTuple):
     path: str
 
 
-@build_rule("fabric-settings", Level.WARNING)
-def _fabric_settings(build: Build) -> BuildFound:
-    """NCCL, UCX, NVSHMEM, hybrid_ep and NVIDIA's container toolkit get values that they take. All get one GID index,
-    one traffic class and one service level. The NICs that are named are NICs of NCCL, no more than the Pod has, and
-    spread evenly over its GPUs. A Pod with RDMA NICs or EFA does not switch them off. Ranks of several Pods do not
-    meet at the loopback interface.
+@rule("fabric-settings", Level.WARNING)
+def _fabric_settings(manifest: Manifest) -> Found:
+    """NCCL, NVSHMEM and hybrid_ep get values that they take. All get one GID index, one traffic class and one service
+    level. The NICs that are named are NICs of NCCL, no more than the Pod has, and spread evenly over its GPUs. A Pod
+    with RDMA NICs or EFA does not switch them off. Ranks of several Pods do not meet at the loopback interface.
     """
-    for manifest in build:
-        for template in manifest.pod_templates():
-            # What only the node knows is not judged.
-            found = {name: each for name, each in _settings(manifest, template, build) if "$" not in each.value}
-            for name, (value, where, path) in found.items():
-                if allowed := _allowed_instead(name, value):
-                    level = Level.ERROR if name.startswith("HYBRID_EP_") else None
-                    yield where, Finding(path, f"{name}={value}; allowed: {allowed}", level)
-            is_alone = _num_pods(manifest) == 1
-            for name, message in (*_disagreements(found), *_nics(found, template), *_loopback(found, is_alone)):
-                yield found[name].manifest, Finding(found[name].path, message)
+    for template in manifest.pod_templates():
+        # What only the node knows is not judged.
+        found = {name: each for name, each in _settings(manifest, template) if "$" not in each.value}
+        for name, (value, where, path) in found.items():
+            if allowed := _allowed_instead(name, value):
+                level = Level.ERROR if name.startswith("HYBRID_EP_") else None
+                yield Finding(path, f"{name}={value}; allowed: {allowed}", level, where)
+        for name, message in (*_disagreements(found, _is_of_several(manifest)), *_nics(found, template)):
+            yield Finding(found[name].path, message, manifest=found[name].manifest)
 
 
-def _settings(manifest: Manifest, template: PodTemplate, build: Build) -> Iterator[tuple[str, _Setting]]:
+def _is_of_several(manifest: Manifest) -> bool:
+    """Whether several Pods are ranks of one job."""
+    is_indexed = manifest.kind != "Job" or manifest.spec.get("completionMode") == "Indexed"
+    pods = sum(each.num_pods or 1 for each in manifest.pod_templates() if each.role != "Launcher")
+    return manifest.kind in _JOBS and is_indexed and pods > 1
+
+
+def _settings(manifest: Manifest, template: PodTemplate) -> Iterator[tuple[str, _Setting]]:
     """What the ranks of a template find in their environment, as far as the build says it; the last one holds."""
     owner = template
     if manifest.kind == "MPIJob":  # workers get what the launcher's mpirun passes on
@@ -96,64 +89,49 @@ def _settings(manifest: Manifest, template: PodTemplate, build: Build) -> Iterat
             return
         owner = roles["Launcher"]
     path, container = main(owner)
-    given = _given_by_maps(container, build)
+    found: dict[str, _Setting] = {}
+    for source in items(container, "envFrom"):
+        named = "ConfigMap", (source.get("configMapRef") or {}).get("name")
+        for other in (each for each in manifest.build if (each.kind, each.metadata.get("name")) == named):
+            for key, value in (other.content.get("data") or {}).items():
+                name = f"{source.get('prefix') or ''}{key}"
+                found[name] = _Setting(str(value).strip(), other, json_path("$.data", [key]))
     for i, variable in enumerate(items(container, "env")):
-        if "valueFrom" not in variable or str(variable.get("name")) not in given:
-            given[str(variable.get("name"))] = _Setting(str(variable.get("value", "")), manifest, f"{path}.env[{i}]")
-    runs_alone = re.search(r"(^|/)(mpirun|mpiexec)$", next(iter(words(container)), ""))
+        found[str(variable.get("name"))] = _Setting(str(variable.get("value", "")), manifest, f"{path}.env[{i}]")
     for key in ("command", "args"):
         for name, value in re.findall(r"(?:^|\s)-x\s+(\w+)=(\S+)", "\n".join(words({key: container.get(key)}))):
-            # A shell takes the quotes away; mpirun as a container's own command gets them.
-            taken = value if runs_alone else value.strip("\"'")
-            given[name] = _Setting(taken, manifest, f"{path}.{key}")
-    yield from given.items()
-    script = given["RANK_SETTINGS"].value if "RANK_SETTINGS" in given else ""
-    if held := mounted_file(template, main(template)[1], script, build):
+            found[name] = _Setting(value.strip("\"'"), manifest, f"{path}.{key}")
+    yield from found.items()
+    script = found["RANK_SETTINGS"].value if "RANK_SETTINGS" in found else ""
+    if held := mounted_file(template, main(template)[1], script, manifest.build):
         text = held[0].content["data"][held[1]]
         for name, value in re.findall(r"(?m)^\s*(?:export\s+)?([A-Z]\w*)=(\S*)\s*$", text):
             yield name, _Setting(value.strip("\"'"), held[0], f"$.data['{held[1]}']")
 
 
-def _given_by_maps(container: dict[str, Any], build: Build) -> dict[str, _Setting]:
-    """Variables that a container takes from ConfigMaps of the build."""
-    maps = {each.metadata.get("name"): each for each in build if each.kind == "ConfigMap"}
-    found: dict[str, _Setting] = {}
-    for source in items(container, "envFrom"):
-        if held := maps.get((source.get("configMapRef") or {}).get("name")):
-            for key, value in (held.content.get("data") or {}).items():
-                path = json_path("$.data", [key])
-                found[f"{source.get('prefix') or ''}{key}"] = _Setting(str(value).strip(), held, path)
-    for variable in items(container, "env"):
-        key = (variable.get("valueFrom") or {}).get("configMapKeyRef") or {}
-        held = maps.get(key.get("name"))
-        if held and key.get("key") in (held.content.get("data") or {}):
-            value = str(held.content["data"][key["key"]]).strip()
-            found[str(variable.get("name"))] = _Setting(value, held, json_path("$.data", [key["key"]]))
-    return found
-
-
 def _allowed_instead(name: str, value: str) -> str | None:
     """What is allowed where this value is not."""
-    if not value:
-        return None
-    if name in _OURS:
+    if name in _OURS and value:
         try:
             _OURS[name].parse(value)
         except ValueError:
             return _OURS[name].allowed
-    if name.startswith("HYBRID_EP_") and name not in _OURS:
+    elif name.startswith("HYBRID_EP_") and value:
         return "a variable that `hybrid-ep env` lists"
     pattern, allowed = _TAKEN.get(name, (r"(?s).*", None))
-    return None if re.fullmatch(pattern, value) else allowed
+    return None if not value or re.fullmatch(pattern, value) else allowed
 
 
-def _disagreements(settings: dict[str, _Setting]) -> Iterator[tuple[str, str]]:
-    """(name, message) where the libraries get different values."""
+def _disagreements(settings: dict[str, _Setting], is_of_several: bool) -> Iterator[tuple[str, str]]:
+    """(name, message) where the libraries get different values, or Pods an interface that does not leave them."""
     for names in _SAME:
         values = {name: settings[name].value for name in names if name in settings and settings[name].value != "-1"}
         if len(set(values.values())) > 1:
             shown = ", ".join(f"{name}={value}" for name, value in values.items())
             yield next(iter(values)), f"{shown}; allowed: one value"
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if is_of_several else ():
+        if name in settings and re.fullmatch(r"=?lo", settings[name].value):
+            yield name, f"{name}={settings[name].value} in a job of several Pods; allowed: an interface between them"
 
 
 def _nics(settings: dict[str, _Setting], template: PodTemplate) -> Iterator[tuple[str, str]]:
@@ -176,32 +154,14 @@ def _nics(settings: dict[str, _Setting], template: PodTemplate) -> Iterator[tupl
         yield "NCCL_IB_DISABLE", f"NCCL_IB_DISABLE=1 with {', '.join(rdma)}; allowed with RDMA: 0, or no NICs"
     net = settings.get("NCCL_NET")
     if net and net.value.lower() == "socket" and nics(template):
-        yield (
-            "NCCL_NET",
-            f"NCCL_NET={net.value} with {', '.join(nics(template))}; allowed with NICs: unset, or their plugin",
-        )
+        message = f"NCCL_NET={net.value} with {', '.join(nics(template))}; allowed with NICs: unset, or their plugin"
+        yield "NCCL_NET", message
     if "NVSHMEM_HCA_LIST" in named and "NVSHMEM_ENABLE_NIC_PE_MAPPING" not in settings:
         yield "NVSHMEM_HCA_LIST", "NVSHMEM_HCA_LIST has no effect; allowed: with NVSHMEM_ENABLE_NIC_PE_MAPPING=1"
 
 
-def _num_pods(manifest: Manifest) -> int:
-    """How many Pods of a job have ranks; 1 where its Pods are no ranks of one job."""
-    is_indexed = manifest.kind != "Job" or manifest.spec.get("completionMode") == "Indexed"
-    ranks = [each for each in manifest.pod_templates() if each.role != "Launcher"]
-    return sum(each.num_pods or 1 for each in ranks) if manifest.kind in _JOBS and is_indexed else 1
-
-
-def _loopback(settings: dict[str, _Setting], is_alone: bool) -> Iterator[tuple[str, str]]:
-    """(name, message) where ranks of several Pods would meet at an interface that does not leave the Pod."""
-    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        if not is_alone and name in settings and re.fullmatch(r"=?lo", settings[name].value):
-            yield name, f"{name}={settings[name].value} in a job of several Pods; allowed: an interface between them"
-
-
 def _named(name: str, value: str) -> list[str]:
     """NICs that a setting names whole; none where it has prefixes, or names those to leave out."""
-    if name == "NCCL_IB_HCA" and value.startswith("="):
-        return [entry.partition(":")[0] for entry in value[1:].split(",")]
-    if name == "NVSHMEM_HCA_LIST" and "^" not in value:
-        return [entry.partition(":")[0] for entry in value.split(",")]
+    if (name == "NCCL_IB_HCA" and value.startswith("=")) or (name == "NVSHMEM_HCA_LIST" and "^" not in value):
+        return [entry.partition(":")[0] for entry in value.removeprefix("=").split(",")]
     return re.split(r"[,+]", value) if name == "HYBRID_EP_NICS" else []

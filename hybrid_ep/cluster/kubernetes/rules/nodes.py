@@ -1,17 +1,23 @@
-"""Rules for what a Pod asks of its node."""
+"""Rules for what a Pod asks of its node: GPUs of its type, and shared memory."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any
 
-from hybrid_ep.cluster.kubernetes.manifest import Manifest, PodTemplate, json_path
+from hybrid_ep.cluster.kubernetes.manifest import Manifest, PodTemplate
 from hybrid_ep.cluster.kubernetes.problem import Level
-from hybrid_ep.cluster.kubernetes.rules.parts import amount, gpus, items, main, nics, running, spec_of, where_asked
+from hybrid_ep.cluster.kubernetes.rules.parts import (
+    amount,
+    amounts,
+    gpus,
+    items,
+    main,
+    nics,
+    running,
+    runs,
+)
 from hybrid_ep.cluster.kubernetes.rules.registry import Finding, Found, rule
 
-_ARCHITECTURES = ("amd64", "arm64", "ppc64le", "s390x", "riscv64", "386", "arm", "loong64")
 _INSTANCE = ("node.kubernetes.io/instance-type", "beta.kubernetes.io/instance-type")
 # Instance types → GPUs, or None where the name says how many, and NICs of the cloud's own plugin or DRA driver.
 # The vendor's page that has the numbers stands first, and behind "opened" what was read for them.
@@ -45,94 +51,74 @@ _INSTANCES: dict[str, tuple[int | None, int | None]] = {
     r"gd-(?P<gpus>\d)x\w+(-\w+)?": (None, None),
     r"(g?b\d00|rtxp6000)-(?P<gpus>\d)x": (None, None),
 }
-# Labels of GPU feature discovery, and GKE's that counts a node's GPUs. Then words of products and instance types whose
-# CPU is NVIDIA's Grace.
-_PRODUCT = "nvidia.com/gpu.product"
-_COUNTS = ("nvidia.com/gpu.count", "cloud.google.com/gke-accelerator-count")
-# Labels of nodes on which a GPU is shared or divided, so that a node offers more of them than it has.
-_SHARED = (
-    "nvidia.com/gpu.replicas",
-    "cloud.google.com/gke-gpu-partition-size",
-    "cloud.google.com/gke-gpu-sharing-strategy",
-    "cloud.google.com/gke-max-shared-clients-per-gpu",
-)
-_GRACE = re.compile(r"(?i)(?<![a-z])g[bh][23]00(?![0-9])|xgh200|^a4x-")
-_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 _CLOUD_NIC = re.compile(r"vpc\.amazonaws\.com/efa|efa\.networking\.k8s\.aws|mrdma\.google\.com")
-
-
-@rule("architecture", Level.ERROR)
-def _architecture(manifest: Manifest) -> Found:
-    """A Pod asks for an architecture by Go's name for it: no node has the label `aarch64` or `x86_64`. With GPUs beside
-    a Grace CPU (GH200, GB200, GB300) that is `arm64`.
-    """
-    for template in manifest.pod_templates():
-        asked = [_values_of(template, label) for label in (_PRODUCT, *_INSTANCE)]
-        with_grace = [value for values in asked if all(map(_GRACE.search, values)) for value in values]
-        for path, value in _asked_of_nodes(template, ("kubernetes.io/arch", "beta.kubernetes.io/arch")):
-            if value not in _ARCHITECTURES:
-                yield Finding(path, f"{value!r}; allowed: {', '.join(_ARCHITECTURES[:5])}")
-            elif value != "arm64" and with_grace and ".nodeAffinity." not in path:
-                yield Finding(path, f"{value!r} with {' or '.join(with_grace)}; allowed: 'arm64'")
-
-
-def _asked_of_nodes(template: PodTemplate, labels: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """(JSON path, value) of every value that the Pod asks of a node's label."""
-    spec = spec_of(template)
-    for name, value in (spec.get("nodeSelector") or {}).items():
-        if name in labels:
-            yield json_path(f"{template.path}.spec.nodeSelector", [name]), str(value)
-    for i, term in enumerate(_terms(template)):
-        for j, expression in enumerate(items(term, "matchExpressions")):
-            if expression.get("key") in labels and expression.get("operator") == "In":
-                path = f"{template.path}.spec.affinity.nodeAffinity.{_REQUIRED}.nodeSelectorTerms[{i}]"
-                for value in expression.get("values") or []:
-                    yield f"{path}.matchExpressions[{j}].values", str(value)
-
-
-def _terms(template: PodTemplate) -> list[dict[str, Any]]:
-    """The Pod's required node affinity: a node fits one of these."""
-    affinity = (spec_of(template).get("affinity") or {}).get("nodeAffinity") or {}
-    return items(affinity.get(_REQUIRED), "nodeSelectorTerms")
 
 
 @rule("instance-type", Level.ERROR)
 def _instance_type(manifest: Manifest) -> Found:
     """The containers of a Pod together ask for no more GPUs and NICs of the cloud (EFA, GKE's mrdma) than the instance
-    type has that it selects. They ask for no more GPUs than the label `nvidia.com/gpu.count` or
-    `cloud.google.com/gke-accelerator-count` says that it selects. Otherwise it is never scheduled.
+    type has that it selects: otherwise it is never scheduled.
     """
     for template in manifest.pod_templates():
-        number = gpus(template, *running(template)).get("nvidia.com/gpu")
-        is_shared = any(_values_of(template, label) for label in _SHARED)
-        for label in _COUNTS if number is not None and not is_shared else ():
-            most = max((amount(value) for value in _values_of(template, label)), default=amount(number))
-            if amount(number) > most:
-                message = f"{number} on nodes with {label}={most:g}; allowed: up to {most:g}"
-                yield Finding(where_asked(main(template)[0], "nvidia.com/gpu"), message)
         types = [value for label in _INSTANCE for value in _values_of(template, label)]
         has = [found for value in types if (found := _devices_of(value))]
-        if not has or len(has) != len(types):
-            continue
-        path = main(template)[0]
         of_cloud = {name: number for name, number in nics(template).items() if _CLOUD_NIC.fullmatch(name)}
-        for asked, known in (
-            (gpus(template, *running(template)), [g for g, _ in has]),
-            (of_cloud, [n for _, n in has]),
-        ):
-            for name, number in asked.items():
-                if None not in known and amount(number) > (most := max(map(int, filter(None, known)), default=0)):
-                    message = f"{number} on {' or '.join(types)}; allowed: up to {most}"
-                    yield Finding(where_asked(path, name), message)
+        for i, asked in enumerate((gpus(template, *running(template)), of_cloud)):
+            known = [each[i] for each in has if each[i] is not None]
+            for name, number in asked.items() if known and len(known) == len(types) else ():
+                if amount(number) > (most := max(map(int, filter(None, known)), default=0)):
+                    message = f"{number} × {name} on {' or '.join(types)}; allowed: up to {most}"
+                    yield Finding(f"{main(template)[0]}.resources", message)
+
+
+@rule("shared-memory", Level.WARNING)
+def _shared_memory(manifest: Manifest) -> Found:
+    """Ranks, and several GPUs, get /dev/shm as a memory volume of more than 64 MiB: a container runtime gives as much,
+    and NCCL needs more. Its size is below the memory limit, which it counts towards. It is not mounted readOnly.
+    """
+    for template in manifest.pod_templates():
+        path, container = main(template)
+        ranks = template.role == "Worker" or sum(map(amount, gpus(template, container).values())) > 1
+        ranks = ranks or any(runs(container, name) for name in ("torchrun", "hybrid-ep", "vllm", "sglang"))
+        if not ranks or template.role in ("DaemonSet", "Launcher") or template.spec.get("hostIPC"):
+            continue
+        mounts = {str(mount.get("mountPath")).rstrip("/"): mount for mount in items(container, "volumeMounts")}
+        mount = mounts.get("/dev/shm") or {}
+        volumes = {volume.get("name"): volume for volume in items(template.spec, "volumes")}
+        volume = volumes.get(mount.get("name")) or {}
+        if mount.get("readOnly"):
+            yield Finding(f"{path}.volumeMounts", "/dev/shm is readOnly; allowed: false, as ranks make files in it")
+        if "hostPath" in volume:
+            continue
+        empty_dir = volume.get("emptyDir") or {}
+        if empty_dir.get("medium") != "Memory":
+            level = None if gpus(template, container) else Level.HINT
+            message = "no /dev/shm from an emptyDir of medium Memory, so it has 64 MiB; allowed: one"
+            yield Finding(f"{path}.volumeMounts", message, level)
+            continue
+        where = f"{template.path}.spec.volumes[{list(volumes).index(volume['name'])}].emptyDir"
+        size, limit = empty_dir.get("sizeLimit"), amounts(container, "limits").get("memory")
+        if size is None:
+            yield Finding(where, "no sizeLimit, so /dev/shm grows to the Pod's memory limit; allowed: one", Level.HINT)
+        elif amount(size) > amount(limit):
+            yield Finding(f"{where}.sizeLimit", f"{size} with a memory limit of {limit}; allowed: less than that")
+        elif amount(size) <= 64 * 2**20:
+            yield Finding(f"{where}.sizeLimit", f"{size} for ranks; allowed: more than 64Mi, e.g. 8Gi")
 
 
 def _values_of(template: PodTemplate, label: str) -> list[str]:
     """Values of a label of which a node of the Pod has one; empty where it may have any."""
-    asked = list(_asked_of_nodes(template, (label,)))
-    of_selector = [value for path, value in asked if ".nodeAffinity." not in path]
-    terms = _terms(template)
-    with_type = {path.partition(".matchExpressions")[0] for path, _ in asked if ".nodeAffinity." in path}
-    return of_selector or [value for _, value in asked if len(with_type) == len(terms)]
+    if selected := (template.spec.get("nodeSelector") or {}).get(label):
+        return [str(selected)]
+    affinity = (template.spec.get("affinity") or {}).get("nodeAffinity") or {}
+    values = []
+    for term in items(affinity.get("requiredDuringSchedulingIgnoredDuringExecution"), "nodeSelectorTerms"):
+        wanted = {"key": label, "operator": "In"}.items()
+        found = [each for each in items(term, "matchExpressions") if wanted <= each.items()]
+        if not found:
+            return []  # a node that fits this term may have any
+        values += [str(value) for each in found for value in each.get("values") or []]
+    return values
 
 
 def _devices_of(instance: str) -> tuple[int | None, int | None] | None:

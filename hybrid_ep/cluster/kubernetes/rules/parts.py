@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from hybrid_ep.cluster.kubernetes.manifest import Manifest, PodTemplate, json_path
-from hybrid_ep.cluster.kubernetes.schema import QUANTITY
+from hybrid_ep.cluster.kubernetes.manifest import Manifest, PodTemplate
 
-__all__ = ["NETWORKS", "added_capabilities", "amount", "amounts", "containers", "containers_of", "environment"]
-__all__ += ["fits", "gpus", "is_network", "is_nic", "items", "main", "mounted_file", "nearly", "nics", "option"]
-__all__ += ["running", "runs", "security", "spec_of", "where_asked", "words"]
+__all__ = ["MULTUS", "NETWORKS", "added_capabilities", "amount", "amounts", "containers", "environment", "fits", "gpus"]
+__all__ += ["is_network", "is_nic", "items", "main", "mounted_file", "nics", "option", "running", "runs", "security"]
+__all__ += ["words"]
 
 # Whole GPUs, GPUs that are shared by time, and parts of them (MIG).
 _GPU = re.compile(r"nvidia\.com/(gpu(\.shared)?|mig-.+)|amd\.com/gpu|gpu\.intel\.com/(i915|xe)")
@@ -34,24 +32,6 @@ _FACTORS |= {f"{letter}i": 1024.0**i for i, letter in enumerate("KMGTPE", 1)}
 _OF_CONTROLLERS = ("kubernetes.io/", "kubeflow.org/", "sigs.k8s.io/", "x-k8s.io/", "job-name", "statefulset.", "batch.")
 
 
-def spec_of(template: PodTemplate) -> dict[str, Any]:
-    """The Pod's spec."""
-    spec = template.content.get("spec")
-    return spec if isinstance(spec, dict) else {}
-
-
-def nearly(name: str, given: Iterable[str]) -> str | None:
-    """The given name that this one is a misspelling of. Names that differ in a number or a single letter only, as
-    ``rdma-0`` and ``rdma-1``, are siblings.
-    """
-
-    def shape(text: str) -> str:
-        return re.sub(r"\d+|(?<![A-Za-z])[a-z](?![A-Za-z])", "#", text)
-
-    others = [other for other in given if shape(other) != shape(name)]
-    return next(iter(difflib.get_close_matches(name, others, 1, 0.75)), None)
-
-
 def items(tree: Any, key: str) -> list[dict[str, Any]]:
     """The list of mappings at `key`; empty where there is none."""
     return [item for item in (tree or {}).get(key) or [] if isinstance(item, dict)]
@@ -60,27 +40,14 @@ def items(tree: Any, key: str) -> list[dict[str, Any]]:
 def containers(template: PodTemplate, *, init: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
     """(JSON path, container) of each container, and of each init container if asked for."""
     for key in ("initContainers", "containers") if init else ("containers",):
-        for i, container in enumerate(items(spec_of(template), key)):
+        for i, container in enumerate(items(template.spec, key)):
             yield f"{template.path}.spec.{key}[{i}]", container
-
-
-def containers_of(manifest: Manifest) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(JSON path, container) of each container and init container, and of a TrainJob's trainer, whose resources have a
-    name of their own.
-    """
-    for template in manifest.pod_templates():
-        yield from containers(template, init=True)
-    if manifest.kind == "TrainJob" and isinstance(trainer := manifest.spec.get("trainer"), dict):
-        yield "$.spec.trainer", {**trainer, "resources": trainer.get("resourcesPerNode")}
 
 
 def running(template: PodTemplate) -> list[dict[str, Any]]:
     """The containers that run together: all but init containers that end."""
-    found = [
-        *containers(template),
-        *(each for each in containers(template, init=True) if ".initContainers[" in each[0]),
-    ]
-    return [each for path, each in found if ".containers[" in path or each.get("restartPolicy") == "Always"]
+    sidecars = [each for each in items(template.spec, "initContainers") if each.get("restartPolicy") == "Always"]
+    return [*items(template.spec, "containers"), *sidecars]
 
 
 def main(template: PodTemplate) -> tuple[str, dict[str, Any]]:
@@ -116,10 +83,9 @@ def option(container: dict[str, Any], name: str) -> str | None:
     found = re.search(rf"(?:^|\s){spelt if name.startswith('-') else '--' + spelt}[=\s]\s*([^\s\\]+)", text)
     value = found[1].strip("\"'") if found else ""
     for variable, given in environment(container).items():
-        if not re.search(rf"(^|[\s;]){re.escape(variable)}=", text):  # a script that sets it itself
-            value = re.sub(
-                rf"\$(\({re.escape(variable)}\)|\{{{re.escape(variable)}\}}|{re.escape(variable)}\b)", given, value
-            )
+        name = re.escape(variable)
+        if not re.search(rf"(^|[\s;]){name}=", text):  # a script that sets it itself
+            value = given.join(re.split(rf"\$(?:\({name}\)|\{{{name}\}}|{name}\b)", value))
     return value if value and "$" not in value else None
 
 
@@ -136,11 +102,8 @@ def amounts(container: dict[str, Any], which: str) -> dict[str, Any]:
 def amount(value: Any) -> float:
     """A quantity as a number; NaN, which nothing is more or less than, where it is none."""
     text = str(value)
-    if not re.match(QUANTITY, text):
-        return float("nan")
-    suffix = re.search(r"([KMGTPE]i|[numkMGTPE])$", text)
-    unit = suffix[0] if suffix else ""
-    return float(text.removesuffix(unit)) * _FACTORS[unit]
+    found = re.fullmatch(r"\+?((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)([KMGTPE]i|[numkMGTPE])?", text)
+    return float(found[1]) * _FACTORS[found[2] or ""] if found else float("nan")
 
 
 def gpus(template: PodTemplate, *of: dict[str, Any]) -> dict[str, Any]:
@@ -166,21 +129,16 @@ def nics(template: PodTemplate, *of: dict[str, Any]) -> dict[str, Any]:
     """Resources and device classes of NICs of these containers together, and how many of each. Without a container:
     those of the Pod, also by claims that no container names.
     """
-    found = _devices(
-        template,
-        of or running(template),
-        lambda name: is_nic(name) if "/" in name else bool(_NIC_CLASS.search(name)),
-    )
+    of_pod: list[dict[str, Any]] = []
     if not of:
-        alone = [{"name": name} for name in template.claims if name not in _claimed(template)]
-        found |= _devices(template, ({"resources": {"claims": alone}},), lambda name: bool(_NIC_CLASS.search(name)))
-    return found
+        named = [items(each.get("resources"), "claims") for _, each in containers(template, init=True)]
+        claimed = {str(claim.get("name")) for claims in named for claim in claims}
+        of_pod.append({"resources": {"claims": [{"name": name} for name in template.claims if name not in claimed]}})
 
+    def is_wanted(name: str) -> bool:
+        return is_nic(name) if "/" in name else bool(_NIC_CLASS.search(name))
 
-def _claimed(template: PodTemplate) -> set[str]:
-    """The Pod's claims that a container names."""
-    claims = (items(each.get("resources"), "claims") for _, each in containers(template, init=True))
-    return {str(claim.get("name")) for each in claims for claim in each}
+    return _devices(template, (*(of or running(template)), *of_pod), is_wanted)
 
 
 def _devices(template: PodTemplate, of: Sequence[dict[str, Any]], is_wanted: Callable[[str], bool]) -> dict[str, Any]:
@@ -205,42 +163,35 @@ def _devices(template: PodTemplate, of: Sequence[dict[str, Any]], is_wanted: Cal
     return found
 
 
-def where_asked(path: str, name: str) -> str:
-    """JSON path to where a container asks for devices of that name."""
-    return json_path(f"{path}.resources.limits", [name]) if "/" in name else f"{path}.resources.claims"
-
-
 def security(template: PodTemplate, container: dict[str, Any]) -> dict[str, Any]:
     """The container's security context over its Pod's."""
-    return (spec_of(template).get("securityContext") or {}) | (container.get("securityContext") or {})
+    return (template.spec.get("securityContext") or {}) | (container.get("securityContext") or {})
 
 
 def mounted_file(
     template: PodTemplate, container: dict[str, Any], file: str, build: Sequence[Manifest]
 ) -> tuple[Manifest, str] | None:
     """The ConfigMap of the build that holds a file of the container, and the file's key in it; None where none does."""
-    volumes = {volume.get("name"): volume for volume in items(spec_of(template), "volumes")}
+    maps = {each.get("name"): (each.get("configMap") or {}).get("name") for each in items(template.spec, "volumes")}
     for mount in items(container, "volumeMounts"):
-        where = str(mount.get("mountPath"))
-        is_file = file == where and mount.get("subPath")
-        if is_file or file.startswith(f"{where}/"):
-            key = mount["subPath"] if is_file else file.removeprefix(f"{where}/")
-            name = ((volumes.get(mount.get("name")) or {}).get("configMap") or {}).get("name")
-            maps = (each for each in build if each.kind == "ConfigMap" and each.metadata.get("name") == name)
-            return next(((each, key) for each in maps if key in (each.content.get("data") or {})), None)
+        where, name = str(mount.get("mountPath")), maps.get(mount.get("name"))
+        key = str(mount.get("subPath")) if file == where else file.removeprefix(f"{where}/")
+        for held in (each for each in build if each.kind == "ConfigMap" and each.metadata.get("name") == name):
+            if key in (held.content.get("data") or {}):
+                return held, key
     return None
 
 
 def added_capabilities(container: dict[str, Any]) -> list[str]:
-    """Linux capabilities that it is given, without the prefix that another rule reports."""
+    """Linux capabilities that it is given, without the prefix CAP_."""
     added = ((container.get("securityContext") or {}).get("capabilities") or {}).get("add") or []
     return [str(name).upper().removeprefix("CAP_") for name in added]
 
 
 def fits(selector: dict[str, Any], template: PodTemplate) -> bool:
     """Whether labels of a selector are the Pod's, or are such as a controller gives it."""
-    labels = (template.content.get("metadata") or {}).get("labels") or {}
     return all(
-        labels.get(name) == value or (name not in labels and any(part in name for part in _OF_CONTROLLERS))
+        template.labels.get(name) == value
+        or (name not in template.labels and any(part in name for part in _OF_CONTROLLERS))
         for name, value in selector.items()
     )
