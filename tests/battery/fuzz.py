@@ -36,6 +36,7 @@ __all__ = ["Plan", "Step", "check_seeds", "draw_plan", "seed_blocks"]
 
 Outcome = list[tuple[str, Any]]  # what a step returns, each with its name; what is undefined is left out
 _BLOCK = 25  # seeds of one test
+_ROWS_OF_A_SLOT = 110  # of 8192 × bf16, with all that stands beside them, in a slot of 2 MiB
 _LAYOUTS = "dense", "dense", "offset", "strided", "transposed", "expanded"
 _ROUTINGS = "uniform", "uniform", "hot", "holes", "duplicates", "local", "front", "empty"
 _FORMATS = {"fp8": Fp8Format(), "ue8m0": Fp8Format(round_scale=True, ue8m0=True)}
@@ -294,14 +295,14 @@ class _Draw:
             return change(bounds=(most,) * self.num_ranks)
         needed = [_num_rows(step, rank) for rank in ranks]
         if step.call == "permute" and self.is_large and draw.random() < 0.6:
-            # A slot of 2 MiB holds 127 rows of 8192 × bf16, and 240 of 8192 × e4m3.
+            # A slot of 2 MiB holds up to 127 rows of 8192 × bf16, and 240 of 8192 × e4m3.
             bounds = [draw.choice((draw.randint(60, 127), draw.randint(128, 240))) for _ in ranks]
-            bounds = bounds if draw.random() < 0.5 else bounds[:1] * self.num_ranks
             if not step.drops_rows:
                 bounds = [max(pair) for pair in zip(bounds, needed, strict=True)]
-            return change(bounds=tuple(bounds))
+            return change(bounds=self._alike_where_slots_grow(bounds))
         if step.drops_rows:
-            return change(bounds=tuple(int(n * 1.2 * draw.random() ** 2) + draw.randrange(3) for n in needed))
+            bounds = [int(n * 1.2 * draw.random() ** 2) + draw.randrange(3) for n in needed]
+            return change(bounds=self._alike_where_slots_grow(bounds))
         is_short = max(needed) > 1 and draw.random() < 0.2
         bounds = [n + draw.choice((0, 1, 9, n // 2)) for n in needed]
         if is_short:
@@ -313,6 +314,11 @@ class _Draw:
         if step.call == "dispatch" and self.interface == "HybridEPBuffer":
             bounds = [min(bound, most) for bound in bounds]
         return change(bounds=tuple(bounds), error="OverflowError" if is_short else "")
+
+    def _alike_where_slots_grow(self, bounds: list[int]) -> tuple[int, ...]:
+        """Bounds of rows by expert may differ between ranks unless slots must grow for one of them."""
+        grows = self.is_large and max(bounds) > _ROWS_OF_A_SLOT
+        return (max(bounds),) * self.num_ranks if grows else tuple(bounds)
 
     def _along(self) -> list[Step]:
         draw = self.random
@@ -586,13 +592,12 @@ class _Run:
         self.handles[index] = handle
         n = self._num_kept(step)
         self._overwrite(step, *rows.values(), *routing.values())
-        flag = handle[-1] if self._knows_drops(step) else None
         return [
             ("hidden", hidden[:n]),
             ("probs", probs),
             ("scales", _first(scales, n)),
             ("counts", counts),
-            ("overflow", flag),
+            ("overflow", handle[-1]),
         ]
 
     def _permute_along(self, buffer: Any, index: int, step: Step) -> Outcome:
@@ -826,11 +831,6 @@ class _Run:
     def _num_kept(self, dispatch: Step) -> int:
         n = _num_rows(dispatch, self.rank)
         return min(n, dispatch.bounds[self.rank]) if dispatch.bounds else n
-
-    def _knows_drops(self, dispatch: Step) -> bool:
-        """Whether this rank has dropped rows, or no rank has: then the overflow flag is known."""
-        dropped = [n < _num_rows(dispatch, rank) for rank, n in enumerate(dispatch.bounds)]
-        return not any(dropped) or dropped[self.rank]
 
     def _copied(self, index: int, results: Outcome, *, is_late: bool) -> Outcome:
         """Copies of the results, which stay alive with them where the step says so."""

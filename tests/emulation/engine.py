@@ -74,7 +74,7 @@ def install(module_path: str) -> None:
     for module in (arena, between, engine, route):
         module.current_raw_stream = lambda _: stream.cuda_stream
     of_low_latency = (low_latency, low_latency_between, low_latency_faults, low_latency_masks)
-    for module in (arena, between, dispatch, engine, experts, *of_low_latency):
+    for module in (arena, between, dispatch, engine, experts, symmetric, *of_low_latency):
         module.is_capturing = lambda _: False
     engine.torch = between.torch = experts.torch = _TorchOnCpu("torch on the CPU")
     symmetric.SymmetricMemory._map = staticmethod(_map)
