@@ -97,7 +97,7 @@ class Method {
     const PlainTensors plain;
     Arguments arguments;
     py::object key, memo;
-    if (bind(args, PyVectorcall_NARGS(num_args), keywords, &arguments)) {
+    if (!is_traced() && bind(args, PyVectorcall_NARGS(num_args), keywords, &arguments)) {
       key = key_of(arguments);
       if (key) memo = memo_of(arguments[0]);
       PyObject* const repeat = memo ? PyDict_GetItemWithError(memo.ptr(), key.ptr()) : nullptr;

@@ -47,7 +47,10 @@ class Torch {
   Torch()
       : module_(py::module_::import("torch")),
         tensor_type_(module_.attr("Tensor")),
-        is_grad_enabled_(module_.attr("is_grad_enabled")) {
+        is_grad_enabled_(module_.attr("is_grad_enabled")),
+        is_tracing_(module_.attr("_C").attr("_is_tracing")),
+        num_modes_(module_.attr("_C").attr("_len_torch_dispatch_stack")),
+        transform_(module_.attr("_C").attr("_functorch").attr("peek_interpreter_stack")) {
     const dlpack::ExchangeApi* api = exchange_api();
     if (api != nullptr) describe_ = api->describe;
   }
@@ -70,8 +73,12 @@ class Torch {
     return is_enabled ? is_enabled.ptr() == Py_True : -1;
   }
 
+  bool is_traced() const {
+    return is_tracing_().ptr() != Py_False || !num_modes_().equal(py::int_(0)) || !transform_().is_none();
+  }
+
  private:
-  py::object module_, tensor_type_, is_grad_enabled_;
+  py::object module_, tensor_type_, is_grad_enabled_, is_tracing_, num_modes_, transform_;
   py::str requires_grad_ = "requires_grad";
   int (*describe_)(void*, dlpack::Tensor*) = nullptr;
 };
@@ -81,7 +88,7 @@ PyObject* traits_of(PyObject* of_any, PyObject* const* objects, Py_ssize_t num_o
                     std::optional<int64_t> num_rows) {
   TraitsOfArguments found;
   found.set_num_rows(num_rows);
-  bool all = true;
+  bool all = !is_traced();
   for (Py_ssize_t i = num_skipped; all && i < num_objects; ++i) all = found.add(objects[i]);
   return all ? found.as_bytes() : PyObject_Vectorcall(of_any, objects, num_objects, nullptr);
 }
@@ -104,6 +111,8 @@ PyObject* row_traits(PyObject* of_any, PyObject* const* objects, Py_ssize_t num_
 }
 
 }  // namespace
+
+bool is_traced() { return Torch::get().is_traced(); }
 
 bool TraitsOfArguments::add(PyObject* object) {
   if (object == Py_None) return add_kind(kNone);

@@ -12,6 +12,10 @@
 
 namespace hybrid_ep::bindings {
 
+// Whether the program is traced or transformed: by torch.jit, a dispatch mode (FakeTensorMode), or torch.func. Tensors
+// of torch's own class may then have no memory, and what a call returns would be recorded as a constant.
+bool is_traced();
+
 class TraitsOfArguments {
  public:
   // From now on a first size of a tensor that equals it need not be the same.

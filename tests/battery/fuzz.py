@@ -185,6 +185,7 @@ class _Draw:
         self.steps: list[Step] = []
         self.handles: list[int] = []  # steps whose handles may be used
         self.held: list[int] = []  # steps whose results are alive
+        self.low_latency_sizes: set[tuple[Any, ...]] = set()  # of earlier calls
         self.hooks: list[int] = []  # steps whose hooks have not run
         self.overlaps = False  # whether a low-latency call was made since the oldest of them
 
@@ -268,6 +269,12 @@ class _Draw:
         routing = "merged" if kind.by_map and routing == "duplicates" else routing
         tokens = tuple(draw.choice(self.sizes) for _ in range(self.num_ranks))
         step = self._bounded(replace(kind, tokens=tokens, routing=routing, **self._common()))
+        size = step.bounds, step.hidden, step.topk, step.num_experts, step.rows
+        if step.call == "low_latency" and size not in self.low_latency_sizes:
+            # Its memory may have to grow, which is refused while a hook has not been called.
+            while self.hooks:
+                self.steps.append(self._receive())
+            self.low_latency_sizes.add(size)
         index = len(self.steps)
         self.overlaps = bool(self.hooks) and (self.overlaps or step.call == "low_latency")
         if step.call == "low_latency" and step.is_async:

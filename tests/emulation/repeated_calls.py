@@ -29,8 +29,9 @@ __all__ = [
     "check_hooks_between",
     "check_masks",
     "check_normal_calls",
-    "check_refusal_while_a_hook_is_open",
+    "check_refusal_after_a_barrier",
     "check_refused_launch",
+    "check_transforms",
     "check_two_buffers",
     "on_stream",
 ]
@@ -133,18 +134,35 @@ def check_hooks_between() -> None:
             calls.check(received, handle, calls.combine(handle)[0])
 
 
-def check_refusal_while_a_hook_is_open() -> None:
-    """A refusal that follows a loss is raised by the next call, also where a hook has ended meanwhile."""
-    with unread_values(), make_buffer(_case("refusal"), low_latency_mode=True) as buffer:
+def check_refusal_after_a_barrier() -> None:
+    """Calls of a rank without which the others go on are refused at once, also where only a barrier has found that."""
+    with unread_values(), make_buffer(_case("refusal"), low_latency_mode=True, enable_shrink=True) as buffer:
         calls = _Calls(_case("refusal"), buffer)
         for _ in range(3):
             calls.check_step()
-        *_, receive = calls.dispatch(return_recv_hook=True)
-        calls.kernels._repeated.close()  # as the loss does
-        calls.kernels.refusal = hybrid_ep.ClosedError("left out")
-        receive()
-        with pytest.raises(hybrid_ep.ClosedError, match="left out"):
+        assert calls.is_open
+        refusal = hybrid_ep.TransportError("the others go on", calls.rank, None, "without this rank")
+        with mock.patch.object(calls.kernels._losses, "report", return_value=refusal):
+            buffer.engine.leave_out((calls.rank + 1) % calls.case.num_ranks)  # as a barrier does that fails
+        with pytest.raises(hybrid_ep.TransportError, match="without this rank"):
             calls.dispatch()
+
+
+def check_transforms() -> None:
+    """A call that repeats an earlier one inside a transform of torch.func is refused, as the first one would be."""
+    case = _case("transforms")
+    inputs = case.inputs(dist.get_rank())
+    with unread_values(), make_buffer(case) as buffer:
+        for _ in range(3):
+            rows = normal.dispatch(buffer, case, inputs)[0]
+
+        def dispatch(x: torch.Tensor) -> torch.Tensor:
+            received: torch.Tensor = normal.dispatch(buffer, case, inputs, x)[0]
+            return received
+
+        with pytest.raises(ConfigError, match="without memory of its own"):
+            torch.func.functionalize(dispatch)(inputs.x)
+        equal(dispatch(inputs.x), rows, "after a refusal")
 
 
 def check_hooks_at_once() -> None:

@@ -9,7 +9,7 @@ a lost rank out by themselves. A call whose `finish` raises has been launched ne
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -246,7 +246,7 @@ class CudaLowLatency(LowLatencyMasks):
         if self._fault is None:
             self._fault = self._communicator.take_fault()
         if self.is_quiet:
-            if not (self._has_stale_masks or self.refusal or self._repeated.is_open):
+            if not (self._has_stale_masks or self._repeated.is_open):
                 self._repeated.open(self._regions[-1].native, self._dispatches, self._combines, self._counter)
             return None
         return functools.partial(self.raise_fault, holds_overflow=holds_overflow)
@@ -320,6 +320,11 @@ class CudaLowLatency(LowLatencyMasks):
     def _take_fault(self) -> _cuda.Fault | None:
         self._repeated.close()
         return super()._take_fault()
+
+    def leave_out(self, peer: int, set_masked: Callable[[Iterable[int], bool], None]) -> None:
+        super().leave_out(peer, set_masked)
+        if self.refusal is not None:
+            self._repeated.close()
 
     def upload_masks(self) -> None:
         super().upload_masks()
