@@ -79,17 +79,17 @@ __device__ bool report_counts(const DispatchParams& params, const Waiter& waiter
   }
   max_sent = __reduce_max_sync(kAllLanes, max_sent);
   max_recv = __reduce_max_sync(kAllLanes, max_recv);
-  // Every rank reports rows that any rank drops, because its own combine will lack them.
-  bool drops_rows = false;
+  // Every rank reports rows that any rank drops, because its own combine will lack them. All name the same rank.
+  int lowest = num_ranks;
   for (int r = lane; r < num_ranks && status == kSent; r += 32) {
-    const int needed = routes.needed[r], limit = routes.call[r][CountRow::kRowLimit];
-    if (needed <= limit) continue;
-    drops_rows = true;
-    if (!params.reports_overflow) continue;
-    report_fault(domain.fault, FaultKind::kOverflow, KernelName::kDispatch, WaitTag::kRows, domain.rank, r, limit,
-                 needed);
+    if (routes.needed[r] > routes.call[r][CountRow::kRowLimit]) lowest = min(lowest, r);
   }
-  drops_rows = __ballot_sync(kAllLanes, drops_rows) != 0;
+  lowest = __reduce_min_sync(kAllLanes, lowest);
+  const bool drops_rows = lowest < num_ranks;
+  if (drops_rows && params.reports_overflow && lane == 0) {
+    report_fault(domain.fault, FaultKind::kOverflow, KernelName::kDispatch, WaitTag::kRows, domain.rank, lowest,
+                 routes.call[lowest][CountRow::kRowLimit], routes.needed[lowest]);
+  }
   __syncwarp();  // what the lanes have written to the host counts comes before their epoch
   if (lane != 0) return ok;
   if (params.overflow != nullptr) *params.overflow = drops_rows;
