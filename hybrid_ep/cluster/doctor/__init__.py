@@ -2,7 +2,7 @@
 
     model.py      Check, Finding, Result, Report: what a check is and what it says
     registry.py   the list of checks; checks/ holds them, one file per group
-    profile.py    what a platform should look like (profiles/*.yaml), never in code
+    profile.py    what a platform should look like (profiles.yaml), never in code
     node.py       everything a check may read: files, NVML, commands, topology, live or below --sysroot
     watched.py    the same from a child process, so that nothing it reads can hang or kill the doctor
     runner.py     chooses and runs checks; counters are sampled twice
