@@ -113,7 +113,7 @@ class Cluster:
         return pair_tables(self.jobs)
 
     def to_json(self) -> dict[str, Any]:
-        """What report.json holds (schemas/report.json): every status, and in full whatever did not pass."""
+        """What report.json holds (`report` in schemas.json): every status, and in full whatever did not pass."""
         return {
             "schema": 1,
             "hybrid_ep": __version__,
