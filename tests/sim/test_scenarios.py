@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hybrid_ep.cluster.doctor import Report, Status, examine, load_profile
+from hybrid_ep.cluster.doctor.capture import ReplayedNode
 from hybrid_ep.cluster.doctor.registry import all_checks
-from hybrid_ep.cluster.doctor.replay import ReplayedNode
 from tests.sim.document import document
 from tests.sim.platforms import profile_of
 from tests.sim.scenario import HEALTHY, Scenario, build_stub, load_scenarios, run_all

@@ -32,11 +32,10 @@ from hybrid_ep.cluster.doctor import (
 )
 from hybrid_ep.cluster.doctor.compare import COMPARISONS, compare
 from hybrid_ep.cluster.doctor.document import document
-from hybrid_ep.cluster.doctor.junit import to_junit
+from hybrid_ep.cluster.doctor.model import to_junit
 from hybrid_ep.cluster.doctor.nvml import P2P_NVLINK
 from hybrid_ep.cluster.doctor.profile import shipped_profiles
-from hybrid_ep.cluster.doctor.registry import GROUPS, all_checks
-from hybrid_ep.cluster.doctor.survey import survey
+from hybrid_ep.cluster.doctor.registry import GROUPS, all_checks, survey
 from hybrid_ep.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from xml.etree import ElementTree
 
 from hybrid_ep._version import __version__
-from hybrid_ep.cluster.doctor.junit import junit_suite
-from hybrid_ep.cluster.doctor.model import Report, Result, Severity, Status
+from hybrid_ep.cluster.doctor.model import Report, Result, Severity, Status, junit_suite
 from hybrid_ep.cluster.validation.cluster import Cluster
 from hybrid_ep.cluster.validation.judge import Job
 
