@@ -15,8 +15,7 @@ import pytest
 import yaml
 
 from hybrid_ep.cluster.kubernetes.check import check
-from hybrid_ep.cluster.kubernetes.manifest import load
-from hybrid_ep.cluster.kubernetes.problem import Level, Problem
+from hybrid_ep.cluster.kubernetes.manifest import Level, Problem, load
 from hybrid_ep.cluster.kubernetes.rules import RULES
 from hybrid_ep.cluster.kubernetes.rules.parts import amount
 from tests.unit.test_k8s_overlays import BREAKS

@@ -19,8 +19,7 @@ from jsonschema import Draft202012Validator, ValidationError
 from jsonschema.exceptions import best_match
 from referencing import Registry, Resource
 
-from hybrid_ep.cluster.kubernetes.manifest import Manifest, MissingToolError, json_path
-from hybrid_ep.cluster.kubernetes.problem import Level, Problem
+from hybrid_ep.cluster.kubernetes.manifest import Level, Manifest, MissingToolError, Problem, json_path
 from hybrid_ep.errors import ConfigError
 
 __all__ = ["KUBERNETES_VERSION", "check_schema", "kubernetes_versions"]
