@@ -38,7 +38,7 @@ COMMANDS = {
         "Check this node: driver, GPUs, NVLink, NICs, GPUDirect, host limits.",
     ),
     "topology": (
-        "hybrid_ep.cluster.doctor.topology_command",
+        "hybrid_ep.cluster.doctor.command",
         "topology",
         "Print or draw how GPUs, NICs and NVLink are connected.",
     ),

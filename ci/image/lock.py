@@ -1,8 +1,8 @@
 """Writes docker/requirements: every Python package of the images, with version and sha256: python ci/image/lock.py
 
 Run it to move to newer packages, with the Python of a checkout's .venv, on x86-64. Versions are resolved once, for that
-machine; the other architecture gets the same ones, but for those that `OTHERWISE` names. One file per list and
-architecture, so that a build reads only hashes of files that it may get.
+machine; the other architecture gets the same ones, but for those that `OTHERWISE` names. A line whose file is of one
+architecture ends in its name, so that a build reads only hashes of files that it may get.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def main() -> None:
         versions = resolve([entry for part in (*BESIDE.get(name, ()), name) for entry in lists[part]], "amd64")
         for other in BESIDE.get(name, ()):
             versions = {key: value for key, value in versions.items() if key not in resolve(lists[other], "amd64")}
-        for arch in ONLY_ON.get(name, tuple(MACHINES)):
-            write(name, arch, versions | OTHERWISE.get((name, arch), {}))
+        archs = ONLY_ON.get(name, tuple(MACHINES))
+        write(name, {arch: locked_lines(arch, versions | OTHERWISE.get((name, arch), {})) for arch in archs})
 
 
 def name_of(requirement: str) -> str:
@@ -76,16 +76,23 @@ def name_of(requirement: str) -> str:
     return requirement
 
 
-def write(name: str, arch: str, versions: dict[str, str]) -> None:
-    """Writes one file, in pip's hash-checking format."""
+def locked_lines(arch: str, versions: dict[str, str]) -> list[str]:
+    """One architecture's lines, in pip's hash-checking format."""
     files = report([f"{package}=={version}" for package, version in versions.items()], arch, "--no-deps")
-    lines = [
+    return [
         f"{entry['metadata']['name']}=={entry['metadata']['version']} --hash=sha256:{sha256_of(entry)}"
-        for entry in sorted(files, key=lambda entry: entry["metadata"]["name"].lower())
+        for entry in files
     ]
-    path = FOLDER / f"{name}-{arch}.txt"
-    path.write_text("\n".join(["# Made by ci/image/lock.py.", *lines, ""]))
-    print(f"{path.relative_to(ROOT)}: {len(lines)} packages")
+
+
+def write(name: str, lines: dict[str, list[str]]) -> None:
+    """Writes one list from the lines of each architecture; those of both stand there once."""
+    both = set.intersection(*(set(lines.get(arch, ())) for arch in MACHINES))
+    rows = [*both, *(f"{line} # {arch}" for arch in lines for line in lines[arch] if line not in both)]
+    rows.sort(key=lambda row: (row.split("==")[0].lower(), row.partition(" # ")[2]))
+    path = FOLDER / f"{name}.txt"
+    path.write_text("\n".join(["# Made by ci/image/lock.py.", *rows, ""]))
+    print(f"{path.relative_to(ROOT)}: {len(rows)} lines")
 
 
 def resolve(requirements: Iterable[str], arch: str) -> dict[str, str]:

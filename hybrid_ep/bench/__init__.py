@@ -3,7 +3,7 @@
 command  options, progress, what is printed and written
    └► launch     starts ranks, or joins those of torchrun or mpirun
          └► measure    on every rank: one implementation through check, then timing ─► RankMeasurement
-               ├► subjects, baseline   implementations behind one small interface
+               ├► subjects             implementations behind one small interface
                ├► expected             what must arrive, made from the seed; compares, measures nothing
                └► timing               CUDA events or the CPU's clock; measures, asserts nothing
          └► wire       on every rank: the same rows by a kernel that only pushes, by the same timer ─► RankWire

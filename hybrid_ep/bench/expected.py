@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybrid_ep.bench.machine import rank_device
 from hybrid_ep.bench.plan import BenchPlan
-from hybrid_ep.bench.subject import Received
+from hybrid_ep.bench.subjects import Received
 from hybrid_ep.quantize import cast_from_fp8, cast_to_fp8
 from hybrid_ep.testing.batch import Batch, make_batch
 from hybrid_ep.workload import Workload

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_ep import _C, env
-from hybrid_ep.bench.rails import rail_metrics
+from hybrid_ep.bench.results import rail_metrics
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.report.units import format_bytes

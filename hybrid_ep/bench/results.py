@@ -1,16 +1,18 @@
-"""The measurements of all ranks together: times over runs and ranks, bytes by both definitions, bandwidth, the wire."""
+"""The measurements of all ranks together: times over runs and ranks, bytes by both definitions, bandwidth, the wire.
+
+A rail is the ranks with the same index in their domains, which are peers, and their NICs.
+"""
 
 from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hybrid_ep.bench.measure import RankMeasurement
+from hybrid_ep.bench.measure import RankMeasurement, RowCounts
 from hybrid_ep.bench.plan import BALANCE, CALLS, BenchPlan, Candidate, call_of
-from hybrid_ep.bench.rails import rail_metrics
-from hybrid_ep.bench.rows import RowCounts
 from hybrid_ep.bench.timing import Times
 from hybrid_ep.bench.wire import RankWire, compared_sms
 from hybrid_ep.workload import SKEWS_PER_EXPONENT
@@ -23,6 +25,7 @@ __all__ = [
     "Outcome",
     "document_text",
     "percentile",
+    "rail_metrics",
     "settings",
     "summarize",
     "varying",
@@ -313,3 +316,16 @@ def percentile(values: list[float], percent: int) -> float:
     """The smallest value that is at least as large as `percent` of all (nearest rank)."""
     ordered = sorted(values)
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)]
+
+
+def rail_metrics(name: str, gbytes_per_s: Sequence[float], num_ranks_per_domain: int) -> list[dict[str, Any]]:
+    """Metrics as `hybrid_ep.cluster.validation` reads them.
+
+    Args:
+        name: of the figure; a rail adds ``railN`` to it.
+        gbytes_per_s: by rank.
+        num_ranks_per_domain: as many rails.
+    """
+    rails = [min(gbytes_per_s[rail::num_ranks_per_domain]) for rail in range(num_ranks_per_domain)]
+    named = {name: min(rails)} | {f"{name} rail{rail}": value for rail, value in enumerate(rails)}
+    return [{"name": key, "value": value, "unit": "GB/s"} for key, value in named.items()]

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from hybrid_ep import env
 from hybrid_ep.bench.machine import rank_device
+from hybrid_ep.bench.measure import RowCounts, count_rows, owners
 from hybrid_ep.bench.plan import CALLS, BenchPlan, Candidate
-from hybrid_ep.bench.rows import RowCounts, count_rows, owners
 from hybrid_ep.bench.timing import Times, time_calls
 from hybrid_ep.core.layout import first_occurrence
 from hybrid_ep.engine.cuda.symmetric import SymmetricMemory

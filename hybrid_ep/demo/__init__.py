@@ -4,7 +4,6 @@ command  options, progress, exit code
    └► run        drives the cluster, one phase after another ─► results
          ├► paths     on every rank: dispatch → experts → combine, three ways
          ├► verify    on every rank: the float64 reference and the allowed error
-         ├► traffic   what other ways of moving the same tokens would send
          └► train     on every rank: a small MoE layer learns
    └► tables, figures, page   how the results look
 """

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hybrid_ep.balance import ExpertPlacement
 from hybrid_ep.buffers.normal import Buffer
-from hybrid_ep.demo.experts import Experts, make_experts
+from hybrid_ep.demo.paths import Experts, make_experts
 from hybrid_ep.demo.settings import Settings
 from hybrid_ep.demo.skew import ALLOWED_RMS
 from hybrid_ep.elastic import recover

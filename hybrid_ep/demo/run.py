@@ -8,10 +8,17 @@ from collections.abc import Callable, Iterator
 
 from hybrid_ep import env
 from hybrid_ep.demo.lose_rank import lose_a_rank
-from hybrid_ep.demo.results import DemoResult, PathResult, WireResult
+from hybrid_ep.demo.results import (
+    DemoResult,
+    HopBytes,
+    PathResult,
+    WireResult,
+    all_gather_bytes,
+    all_to_all_bytes,
+    tokens_per_expert,
+)
 from hybrid_ep.demo.settings import PATHS, ROUTINGS, Path, Settings
 from hybrid_ep.demo.skew import run_skewed
-from hybrid_ep.demo.traffic import HopBytes, all_gather_bytes, all_to_all_bytes, tokens_per_expert
 from hybrid_ep.demo.train import train
 from hybrid_ep.demo.verify import RankCheck, check_path
 from hybrid_ep.errors import ConfigError

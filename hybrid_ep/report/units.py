@@ -1,8 +1,17 @@
-"""Numbers for people: bytes, times and ratios with sensible units."""
+"""Numbers for people, as bytes, times and ratios with sensible units, and long lists of names."""
 
 from __future__ import annotations
 
-__all__ = ["format_bytes", "format_microseconds", "format_ratio", "unit_of_bytes", "unit_of_microseconds"]
+from collections.abc import Sequence
+
+__all__ = [
+    "format_bytes",
+    "format_microseconds",
+    "format_ratio",
+    "shorten_names",
+    "unit_of_bytes",
+    "unit_of_microseconds",
+]
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -36,3 +45,9 @@ def format_ratio(part: float, whole: float) -> str:
 def _three_digits(value: float) -> str:
     """Three significant digits, or all digits before the point."""
     return f"{value:.0f}" if value >= 99.95 else f"{value:#.3g}"
+
+
+def shorten_names(names: Sequence[str], most: int = 4) -> str:
+    """The first names, and how many more there are: ``a, b and 3 more``."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

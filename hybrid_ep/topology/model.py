@@ -1,9 +1,10 @@
-"""The topology of one node as frozen dataclasses, and its JSON form."""
+"""The topology of one node as frozen dataclasses, its JSON form, and its GPUs and NICs by root port."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ __all__ = [
     "Distance",
     "Fabric",
     "Gpu",
+    "Locality",
     "Nic",
     "NicPort",
     "NvLink",
@@ -19,6 +21,8 @@ __all__ = [
     "PciLink",
     "Platform",
     "Topology",
+    "localities",
+    "numa_name",
 ]
 
 
@@ -292,3 +296,43 @@ class Topology:
         for key in ("nic_distances", "gpu_distances"):
             tree[key] = [[distance.name for distance in row] for row in tree[key]]
         return tree
+
+
+@dataclass(frozen=True)
+class Locality:
+    """GPUs and NICs under one PCIe root port.
+
+    Attributes:
+        numa_node: −1 where not known.
+        root: PCI address of what they hang under; empty for devices without a PCI function.
+        gpus, nics: what hangs there.
+    """
+
+    numa_node: int
+    root: str
+    gpus: tuple[Gpu, ...]
+    nics: tuple[Nic, ...]
+
+
+def localities(topology: Topology) -> list[Locality]:
+    """Groups GPUs and NICs by the PCIe root port above them, ordered by NUMA node and address."""
+    paths = {device.address: device.path for device in topology.pci}
+    gpus: dict[tuple[int, str], list[Gpu]] = defaultdict(list)
+    nics: dict[tuple[int, str], list[Nic]] = defaultdict(list)
+    for gpu in topology.gpus:
+        gpus[gpu.numa_node, _root(gpu.pci_address, paths)].append(gpu)
+    for nic in topology.nics:
+        nics[nic.numa_node, _root(nic.pci_address, paths)].append(nic)
+    return [Locality(*key, tuple(gpus[key]), tuple(nics[key])) for key in sorted({*gpus, *nics})]
+
+
+def _root(address: str, paths: dict[str, tuple[str, ...]]) -> str:
+    path = paths.get(address, (address,))
+    return path[1] if len(path) > 2 else path[0]
+
+
+def numa_name(topology: Topology, numa_node: int) -> str:
+    """How a NUMA node is called; the kernel gives devices no number where there is only one, as in most VMs."""
+    if numa_node >= 0:
+        return f"NUMA node {numa_node}"
+    return "the only NUMA node" if topology.num_numa_nodes == 1 else "NUMA node not given by the firmware"

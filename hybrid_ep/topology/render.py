@@ -10,8 +10,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from hybrid_ep.topology.choice import choose_nics
-from hybrid_ep.topology.locality import localities, numa_name
-from hybrid_ep.topology.model import Distance, Gpu, Nic, PciLink, Topology
+from hybrid_ep.topology.model import Distance, Gpu, Nic, PciLink, Topology, localities, numa_name
 from hybrid_ep.topology.nccl import nic_variables
 
 __all__ = ["describe_gpu", "describe_nic", "render"]

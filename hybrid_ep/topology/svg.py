@@ -10,8 +10,7 @@ from __future__ import annotations
 from html import escape
 
 from hybrid_ep.topology.choice import choose_nic
-from hybrid_ep.topology.locality import Locality, localities, numa_name
-from hybrid_ep.topology.model import Gpu, Nic, Topology
+from hybrid_ep.topology.model import Gpu, Locality, Nic, Topology, localities, numa_name
 
 __all__ = ["draw"]
 

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hybrid_ep.cluster.validation.begin import Inventory, begin_validation
+from hybrid_ep.cluster.validation.record import Inventory, begin_validation
 from hybrid_ep.cluster.validation.results import read_inventory
 from tests.prerequisites import require, require_programs
 from tests.sim.fleet import HOME, ROOT, SIMULATED, Fleet, Play, names_of

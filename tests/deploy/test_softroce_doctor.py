@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hybrid_ep import _C
-from hybrid_ep.topology.verbs_readers import READERS
+from hybrid_ep.topology.node_probe import READERS
 from tests.prerequisites import require
 from tests.sim.softroce_job import STEPS, Step
 from tests.sim.softroce_vm import MissingPrerequisite, run_in_vm

@@ -158,8 +158,8 @@ def test_the_wheel_has_all_modules_and_they_need_nothing_else(built: Wheel) -> N
 
 def test_the_wheel_has_types_profiles_licence_and_no_sources(built: Wheel) -> None:
     names = [str(path.relative_to(built.folder)) for path in built.folder.rglob("*") if path.is_file()]
-    wanted = ["py.typed", "_C.pyi", "_cuda.pyi", "_nvml.pyi", "_verbs.pyi", "cluster/doctor/profiles/hgx-h200.yaml"]
-    wanted += ["cluster/doctor/profiles/schema.yaml", "cluster/kubernetes/schemas/mpijob-v2beta1.json"]
+    wanted = ["py.typed", "_C.pyi", "_cuda.pyi", "_nvml.pyi", "_verbs.pyi", "cluster/doctor/profiles.yaml"]
+    wanted += ["cluster/doctor/profile_schema.yaml", "cluster/kubernetes/schemas.json"]
     assert {f"hybrid_ep/{name}" for name in wanted} <= set(names)
     assert sum(name.endswith("licenses/LICENSE") for name in names) == 1
     for name in names:

@@ -1,4 +1,4 @@
-"""`bench.host_barrier`: no rank leaves the barrier before all have come, with shared memory and without."""
+"""`bench.timing.HostBarrier`: no rank leaves the barrier before all have come, with shared memory and without."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from hybrid_ep.bench import host_barrier
-from hybrid_ep.bench.host_barrier import HostBarrier
+from hybrid_ep.bench import timing
+from hybrid_ep.bench.timing import HostBarrier
 from hybrid_ep.errors import TimeoutError
 from tests.conftest import RunRanks
 
@@ -20,7 +20,7 @@ MISSING = "/missing_directory"
 def come_in_turns(directory: str = "") -> tuple[bool, list[tuple[float, float]]]:
     """Whether memory is shared, and when this rank came to each barrier and left it; another rank is late each time."""
     times = []
-    with mock.patch.object(host_barrier, "_DIRECTORY", directory or host_barrier._DIRECTORY):
+    with mock.patch.object(timing, "_DIRECTORY", directory or timing._DIRECTORY):
         barrier = HostBarrier()
     for i in range(NUM_BARRIERS):
         time.sleep(0.02 if i % dist.get_world_size() == dist.get_rank() else 0)
@@ -47,7 +47,7 @@ def test_ranks_without_shared_memory(run_ranks: RunRanks) -> None:
 
 def map_nothing_at_rank_1() -> bool:
     """Whether memory is shared if one rank, as on another host, does not see the file."""
-    with mock.patch.object(host_barrier, "open", create=True) as opened:
+    with mock.patch.object(timing, "open", create=True) as opened:
         opened.side_effect = FileNotFoundError if dist.get_rank() == 1 else open
         barrier = HostBarrier()
     barrier.wait()

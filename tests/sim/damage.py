@@ -32,12 +32,11 @@ from xml.etree import ElementTree
 from rich.console import Console
 
 from hybrid_ep.cluster.doctor import Node, Report, Status, Unreadable, WatchedNode, examine
-from hybrid_ep.cluster.doctor.command import propose, recording_of
+from hybrid_ep.cluster.doctor.command import propose, read_topology, recording_of
 from hybrid_ep.cluster.doctor.compare import compare
-from hybrid_ep.cluster.doctor.junit import to_junit
+from hybrid_ep.cluster.doctor.model import to_junit
 from hybrid_ep.cluster.doctor.profile import load_profile
 from hybrid_ep.cluster.doctor.render import render
-from hybrid_ep.cluster.doctor.topology_command import read_topology
 from hybrid_ep.topology import Topology
 from hybrid_ep.topology.nccl import to_nccl_xml
 from hybrid_ep.topology.recording import Recording

@@ -21,7 +21,7 @@ from hybrid_ep import _C
 from hybrid_ep.cluster.doctor import Node, Selection, Unreadable, examine, load_profile
 from hybrid_ep.cluster.doctor.active.gpu_direct import End, window_bytes, write_by_verbs
 from hybrid_ep.topology import probe
-from hybrid_ep.topology.verbs_readers import READERS, VerbsDevice
+from hybrid_ep.topology.node_probe import READERS, VerbsDevice
 
 GPU_DIRECT_CHUNK = 16384  # Soft-RoCE loses connections where much is on its way, or is repeated
 SITE = """

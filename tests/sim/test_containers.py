@@ -316,7 +316,7 @@ def test_docker_run_says_what_may_have_failed_the_benchmark(stub: Path, tmp_path
 def test_health_check_is_no_complaint_about_the_container(stub: Path, tmp_path: Path) -> None:
     dockerfile = (ROOT / "docker" / "Dockerfile").read_text().replace("\\\n", "")
     lines = [line for line in dockerfile.splitlines() if line.startswith("HEALTHCHECK")]
-    assert len(lines) == 2  # of the images for GPUs, and of the one for CPUs
+    assert len(lines) == 3  # of the doctor's image, of those for GPUs, and of the one for CPUs
     for i, line in enumerate(lines):
         command = shlex.split(line.partition(" CMD ")[2].strip("[]").replace(",", " "))
         assert command[:2] == ["hybrid-ep", "doctor"]

@@ -1,8 +1,15 @@
-"""Every healthy node passes, and every fault is found by exactly the check that is meant for it."""
+"""Every healthy node passes, and every fault is found by exactly the check that is meant for it.
+
+Damaged nodes give findings, too: every kind of file of every simulated node gets every kind of damage
+(tests/sim/damage.py); no check raises an exception, and nothing hangs.
+"""
 
 from __future__ import annotations
 
 import io
+import json
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -12,11 +19,12 @@ from rich.console import Console
 from rich.table import Table
 
 from hybrid_ep.cluster.doctor import Report, Status, examine, load_profile
+from hybrid_ep.cluster.doctor.capture import ReplayedNode
 from hybrid_ep.cluster.doctor.registry import all_checks
-from hybrid_ep.cluster.doctor.replay import ReplayedNode
+from tests.sim.damage import FILE_DAMAGES, PLACE_DAMAGES
 from tests.sim.document import document
 from tests.sim.platforms import profile_of
-from tests.sim.scenario import HEALTHY, Scenario, build_stub, load_scenarios, run_all
+from tests.sim.scenario import HEALTHY, ROOT, Scenario, build_stub, load_scenarios, run_all
 from tests.sim.scenario import SCENARIOS as SCENARIO_FILES
 
 SCENARIOS = load_scenarios()
@@ -147,3 +155,18 @@ def test_stub_is_the_library_that_the_loader_knows(tmp_path: Path) -> None:
     """The name inside the stub is what `_nvml` needs at run time."""
     content = (build_stub(tmp_path) / "libnvidia-ml.so.1").read_bytes()
     assert b"libnvidia-ml.so.1\0" in content
+
+
+_SEED, _NODES, _PAIRS = 20261123, 60, 600
+
+
+def test_no_damage_crashes_the_doctor() -> None:
+    command = [sys.executable, "-m", "tests.sim.damage", str(_SEED), str(_NODES)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["nodes"] >= _NODES
+    assert found["pairs"] >= _PAIRS
+    assert found["crashes"] == []
+    assert {*FILE_DAMAGES, *PLACE_DAMAGES, "NVML", "fact", "silent"} <= set(found["damages"])
+    assert set(found["statuses"]) >= {"pass", "fail", "unknown"}

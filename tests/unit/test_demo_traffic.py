@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybrid_ep.demo.traffic import HopBytes, all_gather_bytes, all_to_all_bytes, tokens_per_expert
+from hybrid_ep.demo.results import HopBytes, all_gather_bytes, all_to_all_bytes, tokens_per_expert
 from hybrid_ep.testing.batch import make_routing
 from hybrid_ep.workload import Workload
 

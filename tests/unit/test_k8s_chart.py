@@ -15,8 +15,7 @@ import yaml
 
 from hybrid_ep import __version__
 from hybrid_ep.cluster.kubernetes.check import check
-from hybrid_ep.cluster.kubernetes.manifest import load
-from hybrid_ep.cluster.kubernetes.problem import Level
+from hybrid_ep.cluster.kubernetes.manifest import Level, load
 from tests.prerequisites import require_programs
 
 ROOT = Path(__file__).resolve().parents[2]

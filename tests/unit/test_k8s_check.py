@@ -14,8 +14,7 @@ from click.testing import CliRunner, Result
 
 from hybrid_ep.cli import main
 from hybrid_ep.cluster.kubernetes.check import check, known_rules
-from hybrid_ep.cluster.kubernetes.manifest import find_sources
-from hybrid_ep.cluster.kubernetes.problem import Level, Problem
+from hybrid_ep.cluster.kubernetes.manifest import Level, Problem, find_sources
 from hybrid_ep.cluster.kubernetes.rules import RULES
 from hybrid_ep.cluster.kubernetes.schema import kubernetes_versions
 from hybrid_ep.errors import ConfigError

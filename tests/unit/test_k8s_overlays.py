@@ -19,8 +19,7 @@ from hybrid_ep.cluster.doctor.command import doctor as cli_doctor
 from hybrid_ep.cluster.doctor.profile import load_profile
 from hybrid_ep.cluster.kubernetes.check import check
 from hybrid_ep.cluster.kubernetes.command import k8s
-from hybrid_ep.cluster.kubernetes.manifest import load
-from hybrid_ep.cluster.kubernetes.problem import Level
+from hybrid_ep.cluster.kubernetes.manifest import Level, load
 from hybrid_ep.cluster.kubernetes.schema import kubernetes_versions
 from hybrid_ep.env import VARIABLES
 from hybrid_ep.errors import ConfigError

@@ -15,10 +15,10 @@ from rich.console import Console
 
 from hybrid_ep.errors import ConfigError, TopologyError
 from hybrid_ep.topology import Distance, DomainMember, Topology, choose_nic, choose_nics, find_domains, probe
+from hybrid_ep.topology.node_probe import READERS, VerbsDevice, read_verbs
 from hybrid_ep.topology.recording import Recording, decode, encode, read_facts
 from hybrid_ep.topology.render import localities, render
 from hybrid_ep.topology.svg import draw
-from hybrid_ep.topology.verbs_readers import READERS, VerbsDevice, read_verbs
 from tests.sim.platforms import healthy
 
 

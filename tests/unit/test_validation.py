@@ -19,11 +19,9 @@ from hybrid_ep.cli import main
 from hybrid_ep.cluster.doctor import Profile, Severity, Status, load_profile
 from hybrid_ep.cluster.doctor import Result as CheckResult
 from hybrid_ep.cluster.doctor.model import clean
-from hybrid_ep.cluster.validation.cluster import Cluster, load_cluster
+from hybrid_ep.cluster.validation.cluster import REPORTED, Cluster, load_cluster
+from hybrid_ep.cluster.validation.formats import to_junit, to_markdown
 from hybrid_ep.cluster.validation.judge import Job, Profiles, judge
-from hybrid_ep.cluster.validation.junit import to_junit
-from hybrid_ep.cluster.validation.markdown import to_markdown
-from hybrid_ep.cluster.validation.node import REPORTED
 from hybrid_ep.cluster.validation.page import to_html
 from hybrid_ep.cluster.validation.record import judge_output
 from hybrid_ep.cluster.validation.results import JobFile, Metric, read_inventory, read_log_tail, schema

@@ -20,11 +20,16 @@ from torch.distributed import HashStore
 from hybrid_ep.cli import main
 from hybrid_ep.cluster.doctor import Report
 from hybrid_ep.cluster.validation import nic_meeting
-from hybrid_ep.cluster.validation.begin import Inventory, begin_validation
-from hybrid_ep.cluster.validation.crossnode import check_domains, compare_nodes
 from hybrid_ep.cluster.validation.nic_meeting import measure_between
 from hybrid_ep.cluster.validation.perftest import listen, write_to
-from hybrid_ep.cluster.validation.record import judge_output, record
+from hybrid_ep.cluster.validation.record import (
+    Inventory,
+    begin_validation,
+    check_domains,
+    compare_nodes,
+    judge_output,
+    record,
+)
 from hybrid_ep.cluster.validation.results import read_inventory, read_job
 from hybrid_ep.errors import ConfigError, TimeoutError
 from hybrid_ep.topology import Distance, Topology, probe

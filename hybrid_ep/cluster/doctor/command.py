@@ -1,4 +1,7 @@
-"""`hybrid-ep doctor`: check this node; `hybrid-ep doctor compare`: check several nodes' reports against each other."""
+"""`hybrid-ep doctor`: check this node; `hybrid-ep doctor compare`: check several nodes' reports against each other.
+
+`hybrid-ep topology` prints and draws which GPU sits next to which NIC.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +18,24 @@ from typing import Any
 
 import click
 
-from hybrid_ep.cluster.doctor.capture import capture
-from hybrid_ep.cluster.doctor.junit import to_junit
-from hybrid_ep.cluster.doctor.model import Report, Status
-from hybrid_ep.cluster.doctor.node import Node
+from hybrid_ep.cluster.doctor.capture import ReplayedNode, capture
+from hybrid_ep.cluster.doctor.model import Report, Status, to_junit
+from hybrid_ep.cluster.doctor.node import Node, WatchedNode
 from hybrid_ep.cluster.doctor.profile import Profile, load_profile, propose_profile, shipped_profiles
 from hybrid_ep.cluster.doctor.registry import GROUPS
-from hybrid_ep.cluster.doctor.replay import ReplayedNode
 from hybrid_ep.cluster.doctor.rises import Memory
 from hybrid_ep.cluster.doctor.runner import Selection, examine
-from hybrid_ep.cluster.doctor.watched import WatchedNode
-from hybrid_ep.errors import ConfigError, HybridEPError
+from hybrid_ep.errors import ConfigError, HybridEPError, TopologyError
 from hybrid_ep.inputs import Seconds, read_json_input
 from hybrid_ep.outputs import OutputFile, RegularFile
 from hybrid_ep.packages import explain
+from hybrid_ep.topology import Topology
+from hybrid_ep.topology.nccl import to_nccl_xml
 from hybrid_ep.topology.recording import Recording
+from hybrid_ep.topology.svg import draw
 from hybrid_ep.watched import Unreadable
 
-__all__ = ["doctor"]
+__all__ = ["doctor", "topology"]
 
 _FILE = OutputFile()
 
@@ -282,3 +285,44 @@ def _show(
                 click.echo(f"hybrid-ep doctor: {path} cannot be written: {error.strerror}", err=True)
                 exit_code = exit_code or 2
     context.exit(exit_code)
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of the tree and the matrix.")
+@click.option("--svg", type=OutputFile(), help="Draw the node into this SVG file.")
+@click.option("--nccl", type=OutputFile(), help="Write an NCCL topology file (XML).")
+@click.option(
+    "--sysroot",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    default=Path("/"),
+    help="Show a recorded or simulated node: read /sys below this folder.",
+)
+def topology(as_json: bool, svg: Path | None, nccl: Path | None, sysroot: Path) -> None:
+    """Print or draw how GPUs, NICs and NVLink are connected.
+
+    It also runs on a node without GPUs, NICs or drivers. What cannot be read is listed with the reason.
+    """
+    with closing(WatchedNode(sysroot)) as node:
+        try:
+            found = node.insist(read_topology)
+        except Unreadable as error:
+            raise TopologyError(f"this node cannot be read: {error}") from error
+    if as_json:
+        click.echo(json.dumps(found.to_json(), indent=2))
+    else:
+        from rich.console import Console
+
+        from hybrid_ep.topology.render import render
+
+        Console().print(render(found))
+    for path, text in ((svg, draw(found)), (nccl, to_nccl_xml(found))):
+        if path is not None:
+            try:
+                path.write_text(text)
+            except OSError as error:
+                raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def read_topology(node: Node) -> Topology:
+    """The task of a `WatchedNode`."""
+    return node.topology

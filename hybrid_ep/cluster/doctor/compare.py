@@ -10,7 +10,7 @@ from typing import Any
 from hybrid_ep._version import __version__
 from hybrid_ep.cluster.doctor.model import Finding, Report, Result, Severity, Status
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.report.names import shorten_names
+from hybrid_ep.report.units import shorten_names
 
 __all__ = ["COMPARISONS", "Comparison", "compare"]
 

@@ -27,9 +27,9 @@ from hybrid_ep.cluster.doctor.dcb import DcbState, read_dcb
 from hybrid_ep.cluster.doctor.nvml import Nvml
 from hybrid_ep.topology import Topology, probe
 from hybrid_ep.topology.recording import read_facts
-from hybrid_ep.watched import Unreadable
+from hybrid_ep.watched import LIMIT_S, Unreadable, Watched
 
-__all__ = ["ClockState", "Container", "CudaDevice", "LogLine", "Node", "Unreadable"]
+__all__ = ["LIMIT_S", "ClockState", "Container", "CudaDevice", "LogLine", "Node", "Unreadable", "WatchedNode"]
 
 T = TypeVar("T")
 _COMMAND_TIMEOUT_S = 4  # shorter than what a `WatchedNode` waits for
@@ -492,3 +492,23 @@ def _read_cuda() -> CudaDevice:
         return bool(value.value)
 
     return CudaDevice(dmabuf=attribute(124), fabric_handles=attribute(128))
+
+
+class WatchedNode(Watched[Node]):
+    """Runs functions of a `Node` in a child process.
+
+    Args:
+        sysroot: as of `Node`.
+        limit_s: for how long one source may be silent.
+        open_node: makes the node, in the child.
+    """
+
+    def __init__(
+        self, sysroot: Path = Path("/"), *, limit_s: float = LIMIT_S, open_node: Callable[[Path], Node] = Node
+    ) -> None:
+        def open_watched(watch: Callable[[str], None]) -> Node:
+            node = open_node(sysroot)
+            node.watch = watch
+            return node
+
+        super().__init__(open_watched, limit_s=limit_s)

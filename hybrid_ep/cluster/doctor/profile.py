@@ -1,6 +1,6 @@
 """Platform profiles: what a node should look like, as YAML that a site can override.
 
-No expectation is in code. A profile is a tree of values checked against profiles/schema.yaml; null means "not
+No expectation is in code. A profile is a tree of values checked against profile_schema.yaml; null means "not
 checked". ``extends: NAME`` takes everything from another profile and replaces what is given. The GPU's model only
 proposes a profile, because two vendors sell the same GPU with different networks. GPUs that fit no other profile are
 judged by `gpu-server`, which expects what any GPU must do.
@@ -22,7 +22,7 @@ from hybrid_ep.inputs import read_input
 
 __all__ = ["Profile", "is_profile_file", "load_profile", "propose_profile", "shipped_profiles"]
 
-_FOLDER = Path(__file__).parent / "profiles"
+_FOLDER = Path(__file__).parent
 _CPU = "cpu"
 _ANY_GPUS = "gpu-server"
 _STANDARD_INPUT = "-"
@@ -74,7 +74,7 @@ def _show(value: Any) -> str:
 
 def shipped_profiles() -> list[str]:
     """Names of the profiles in the package; those with an underscore are only there to be extended."""
-    return sorted(path.stem for path in _FOLDER.glob("*.yaml") if path.stem != "schema" and path.stem[0] != "_")
+    return sorted(name for name in _shipped() if name[0] != "_")
 
 
 def load_profile(name_or_file: str) -> Profile:
@@ -87,7 +87,7 @@ def load_profile(name_or_file: str) -> Profile:
         values = _parse(sys.stdin.read(), "on standard input")
         name = str(values.pop("name", "standard input"))
     elif is_profile_file(name_or_file):
-        name, values = Path(name_or_file).stem, _resolve(Path(name_or_file), ())
+        name, values = Path(name_or_file).stem, _read(Path(name_or_file), ())
     elif name_or_file in shipped_profiles():
         return _load_shipped(name_or_file)
     else:
@@ -98,7 +98,7 @@ def load_profile(name_or_file: str) -> Profile:
 
 @cache  # a proposal looks at all of them
 def _load_shipped(name: str) -> Profile:
-    return Profile(name, _resolve(_FOLDER / f"{name}.yaml", ()))  # a test holds it to the schema
+    return Profile(name, _resolve(_shipped()[name], None, ()))  # a test holds it to the schema
 
 
 def is_profile_file(name_or_file: str) -> bool:
@@ -126,21 +126,34 @@ def propose_profile(gpu_names: list[str], num_pci_gpus: int) -> tuple[str, str]:
     return _ANY_GPUS, f"no other profile is for {', '.join(sorted(set(gpu_names)))}"
 
 
-def _resolve(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
-    """Reads a profile and everything it extends."""
+@cache
+def _shipped() -> dict[str, dict[str, Any]]:
+    """The profiles of the package as they are written, also those that are only there to be extended."""
+    profiles: dict[str, dict[str, Any]] = yaml.load((_FOLDER / "profiles.yaml").read_text(), _Loader)
+    return profiles
+
+
+def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    """Reads a site's profile and everything it extends."""
     if path in seen:
         raise ConfigError(f"profile {path} extends itself")
     try:
         text = read_input(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"profile {path} cannot be read: {error}") from error
-    values = _parse(text, str(path))
-    parent = values.pop("extends", None)
+    return _resolve(_parse(text, str(path)), path, (*seen, path))
+
+
+def _resolve(values: dict[str, Any], path: Path | None, seen: tuple[Path, ...]) -> dict[str, Any]:
+    """Adds what a profile extends: a file beside `path`, where it was read, or else a profile of the package."""
+    parent = values.get("extends")
     if parent is None:
         return values
-    beside = path.parent / f"{parent}.yaml"
-    base = beside if beside.exists() else _FOLDER / f"{parent}.yaml"
-    return _merge(_resolve(base, (*seen, path)), values)
+    rest = {key: value for key, value in values.items() if key != "extends"}
+    beside = path and path.parent / f"{parent}.yaml"
+    if beside and (beside.exists() or str(parent) not in _shipped()):
+        return _merge(_read(beside, seen), rest)
+    return _merge(_resolve(_shipped()[str(parent)], None, seen), rest)
 
 
 def _parse(text: str, place: str) -> dict[str, Any]:
@@ -173,7 +186,7 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def _schema() -> Any:
-    return yaml.load((_FOLDER / "schema.yaml").read_text(), _Loader)
+    return yaml.load((_FOLDER / "profile_schema.yaml").read_text(), _Loader)
 
 
 def _validate(values: dict[str, Any], name: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from hybrid_ep.cluster.doctor.model import Counters, Finding, Status
 from hybrid_ep.cluster.doctor.profile import Profile
-from hybrid_ep.cluster.doctor.survey import shorten
+from hybrid_ep.cluster.doctor.registry import shorten
 from hybrid_ep.inputs import read_json_input
 from hybrid_ep.watched import Unreadable
 

@@ -4,7 +4,8 @@ NICs are chosen by place and kind. Of the NICs within the profile's distance of 
 taken. The first are those with the profile's rate and link layer, or of the same model as one that has both, so that a
 broken NIC counts, too. Where one kind of them, of a model and a link layer, is complete, the others come later. Then
 come the nearest. A second port or function without a cable is not counted as a NIC, and
-neither is a bridge to NVSwitches. All other NICs are named with the reason.
+neither is a bridge to NVSwitches. All other NICs are named with the reason. Below stands where the kernel shows a port
+of a NIC: its folder, its network interface, the interfaces of a bond.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from hybrid_ep.topology import UNREADABLE, Distance, Nic, NicPort
 from hybrid_ep.watched import Unreadable
 
 __all__ = [
+    "INFINIBAND",
     "Port",
     "Roles",
     "active_ports",
@@ -28,6 +30,10 @@ __all__ = [
     "blind_devices",
     "is_guid",
     "judged_ports",
+    "members_of",
+    "netdev_of",
+    "port_folder",
+    "port_name",
     "required_nics",
     "wanted_nics",
 ]
@@ -169,3 +175,30 @@ def active_ports(node: Node, profile: Profile) -> list[Port]:
 def is_guid(text: str) -> bool:
     """Whether it names one device: a virtual function or device that was given no GUID has zeros."""
     return text.strip("0:") != ""
+
+
+INFINIBAND = "/sys/class/infiniband"
+
+
+def port_name(port: Port) -> str:
+    return f"{port[0].name}/{port[1].port}"
+
+
+def port_folder(port: Port) -> str:
+    return f"{INFINIBAND}/{port[0].name}/ports/{port[1].port}"
+
+
+def members_of(node: Node, netdev: str) -> list[str]:
+    """The interfaces below a bond or a VLAN; the interface itself where none is."""
+    there = node.names_or_none(f"/sys/class/net/{netdev}")
+    return [name.removeprefix("lower_") for name in there if name.startswith("lower_")] or [netdev]
+
+
+def netdev_of(node: Node, port: Port) -> str:
+    """The network interface of a port: that of its first GID, else the first of its PCI function."""
+    try:
+        return node.read(f"{port_folder(port)}/gid_attrs/ndevs/0")
+    except Unreadable:
+        if port[0].netdevs:
+            return port[0].netdevs[0]
+        raise

@@ -1,25 +1,30 @@
-"""Chooses the checks and runs them. Counters are read at the start and again at the end, at least a second later."""
+"""Chooses the checks and runs them. Counters are read at the start and again at the end, at least a second later.
+
+A report also has facts of its node beside the results: the values that `compare` compares between nodes.
+"""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from hybrid_ep import env
 from hybrid_ep._version import __version__
-from hybrid_ep.cluster.doctor.facts import collect_facts
 from hybrid_ep.cluster.doctor.model import Check, Counters, Finding, Report, Result, Severity, Status
-from hybrid_ep.cluster.doctor.node import Node
+from hybrid_ep.cluster.doctor.node import Node, WatchedNode
 from hybrid_ep.cluster.doctor.profile import Profile
 from hybrid_ep.cluster.doctor.registry import GROUPS, all_checks
 from hybrid_ep.cluster.doctor.rises import Limits, Memory, judge_rise
-from hybrid_ep.cluster.doctor.watched import WatchedNode
+from hybrid_ep.cluster.doctor.roles import assign_roles, is_guid, judged_ports
 from hybrid_ep.errors import ConfigError
+from hybrid_ep.topology.svg import draw
 from hybrid_ep.watched import Unreadable
 
-__all__ = ["Selection", "examine"]
+__all__ = ["Selection", "collect_facts", "examine"]
 
 T = TypeVar("T")
 _SAMPLE_INTERVAL_S = 1.0
@@ -154,3 +159,90 @@ def _result(check: Check, finding: Finding, profile: Profile) -> Result:
         source=check.source,
         remedy="" if finding.status is Status.PASS else check.remedy,
     )
+
+
+def collect_facts(node: Node, profile: Profile) -> dict[str, Any]:
+    """Collects what can be read; null where a value could not be.
+
+    Returns:
+        ``driver``, ``cuda``, ``packages``, ``gpus`` (name, uuid, cluster_uuid, clique, memory_bytes, power_limit),
+        ``nic_firmware``, ``nic_guids`` by name and ``ports`` of the GPUs' NICs (link_layer, rate_gbps, mtu, gid),
+        ``kernel``, ``clock``, ``boot_id``, ``unix_time_s``, the PCIe tree by names that other nodes share (``tree``),
+        the picture ``topology_svg`` and, from the profile, ``domain_gpus`` and ``clock_error_ms``.
+    """
+    return {
+        "driver": _read_or_none(lambda: str(node.nvml.system("driver_version"))),
+        "cuda": _read_or_none(lambda: int(node.nvml.system("cuda_driver_version"))),
+        "packages": _read_or_none(node.packages),
+        "gpus": _read_or_none(lambda: [_gpu(node, gpu_idx) for gpu_idx in node.nvml.gpus]) or [],
+        "nic_firmware": _read_or_none(lambda: _firmware(node, profile)) or [],
+        "nic_guids": _read_or_none(lambda: _guids(node, profile)),
+        "ports": _read_or_none(lambda: _ports(node, profile)) or [],
+        "kernel": _read_or_none(lambda: node.read("/proc/sys/kernel/osrelease")),
+        "clock": _read_or_none(lambda: asdict(node.clock())),
+        "boot_id": _read_or_none(lambda: node.read("/proc/sys/kernel/random/boot_id")),
+        "unix_time_s": round(time.time(), 3),
+        "tree": _read_or_none(lambda: _tree(node)),
+        "topology_svg": _read_or_none(lambda: draw(node.topology)) or "",
+        "domain_gpus": profile["mnnvl.domain_gpus"],
+        "clock_error_ms": profile["host.clock_error_ms"],
+    }
+
+
+def _gpu(node: Node, gpu_idx: int) -> dict[str, Any]:
+    keys = {
+        "name": "name",
+        "uuid": "uuid",
+        "cluster_uuid": "fabric.cluster_uuid",
+        "clique": "fabric.clique",
+        "memory_bytes": "memory_bytes",
+        "power_limit": "power_limit",
+    }
+    return {name: _read_or_none(partial(node.nvml.gpu, gpu_idx, key)) for name, key in keys.items()}
+
+
+def _firmware(node: Node, profile: Profile) -> list[str]:
+    return sorted({nic.firmware for nic in assign_roles(node, profile).compute if nic.firmware})
+
+
+def _guids(node: Node, profile: Profile) -> dict[str, str]:
+    """GUIDs by NIC."""
+    return {nic.name: nic.node_guid for nic in assign_roles(node, profile).compute if is_guid(nic.node_guid)}
+
+
+def _ports(node: Node, profile: Profile) -> list[dict[str, Any]]:
+    """The ports of the GPUs' NICs, without what differs from node to node on purpose (addresses)."""
+    index = profile["nic.roce_gid_index"]
+    return [
+        {
+            "nic": nic.name,
+            "port": port.port,
+            "link_layer": port.link_layer,
+            "rate_gbps": port.rate_gbps,
+            "mtu": port.active_mtu_bytes,
+            "gid": _read_or_none(partial(_gid_kind, node, nic.name, port.port, index)) if index is not None else None,
+        }
+        for nic, port in judged_ports(node, profile)
+    ]
+
+
+def _gid_kind(node: Node, nic: str, port: int, index: int) -> str:
+    return node.read(f"/sys/class/infiniband/{nic}/ports/{port}/gid_attrs/types/{index}")
+
+
+def _tree(node: Node) -> list[str]:
+    """One line for each GPU and NIC: its address, NUMA node, and how far every GPU is from every NIC."""
+    topology = node.topology
+    lines = [f"GPU {gpu.gpu_idx} {gpu.pci_address} NUMA {gpu.numa_node}" for gpu in topology.gpus]
+    lines += [f"{nic.name} {nic.pci_address} NUMA {nic.numa_node}" for nic in topology.nics]
+    for gpu, row in zip(topology.gpus, topology.nic_distances, strict=True):
+        near = [f"{nic.name} {distance.name}" for nic, distance in zip(topology.nics, row, strict=True)]
+        lines.append(f"GPU {gpu.gpu_idx} → {', '.join(near) or 'no NIC'}")
+    return [re.sub(r"\s+", " ", line) for line in lines]
+
+
+def _read_or_none(read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except Unreadable:
+        return None

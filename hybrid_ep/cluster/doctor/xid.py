@@ -1,4 +1,7 @@
-"""What the kernel's log says of GPUs: Xids and SXids, judged by NVIDIA's catalogue (xids.yaml)."""
+"""What the kernel's log says of GPUs: Xids and SXids, judged by NVIDIA's catalogue (xids.yaml).
+
+Other lines that show a fault, which the check judges and a recording keeps, are those of kernel_lines.yaml.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import yaml
 
 from hybrid_ep.cluster.doctor.node import LogLine
 
-__all__ = ["ACTIONS", "Incident", "catalogue", "read_incidents"]
+__all__ = ["ACTIONS", "Incident", "catalogue", "fault_lines", "read_incidents"]
 
 # Action of the catalogue → what an operator does; those without one are no fault of the node.
 ACTIONS = {
@@ -126,3 +129,10 @@ def _note(found: dict[tuple[str, str], Incident], incident: Incident, seconds: f
 def _after_boot(seconds: float) -> str:
     hours, minutes = divmod(int(seconds) // 60, 60)
     return f"{hours} h {minutes} min after the boot" if hours else f"{minutes} min after the boot"
+
+
+@cache
+def fault_lines() -> list[tuple[re.Pattern[str], str]]:
+    """Returns a pattern for each kind of line, and the fault that such a line shows; the first that matches counts."""
+    entries = yaml.safe_load((Path(__file__).parent / "kernel_lines.yaml").read_text())
+    return [(re.compile(entry["pattern"]), entry["what"]) for entry in entries]

@@ -8,8 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hybrid_ep.cluster.kubernetes.manifest import Manifest, MissingToolError, find_sources, joined, json_path, load
-from hybrid_ep.cluster.kubernetes.problem import Level, Problem
+from hybrid_ep.cluster.kubernetes.manifest import (
+    Level,
+    Manifest,
+    MissingToolError,
+    Problem,
+    find_sources,
+    joined,
+    json_path,
+    load,
+)
 from hybrid_ep.cluster.kubernetes.rules import RULES, check_rules
 from hybrid_ep.cluster.kubernetes.schema import KUBERNETES_VERSION, check_schema
 from hybrid_ep.errors import ConfigError

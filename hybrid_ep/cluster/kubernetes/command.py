@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from hybrid_ep.cluster.kubernetes.check import LEFT_TO_THE_SERVER, CheckResult, check
 from hybrid_ep.cluster.kubernetes.formats import to_junit, to_sarif
-from hybrid_ep.cluster.kubernetes.problem import Level
+from hybrid_ep.cluster.kubernetes.manifest import Level
 from hybrid_ep.cluster.kubernetes.schema import KUBERNETES_VERSION
 from hybrid_ep.errors import ConfigError, HybridEPError
 from hybrid_ep.inputs import Seconds

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 from hybrid_ep._version import __version__
 from hybrid_ep.cluster.kubernetes.check import CheckResult, known_rules
-from hybrid_ep.cluster.kubernetes.problem import Level, Problem
+from hybrid_ep.cluster.kubernetes.manifest import Level, Problem
 
 __all__ = ["to_junit", "to_sarif"]
 

@@ -1,25 +1,42 @@
-"""Manifests as plain values: built by kustomize from a folder, or read from a file or standard input."""
+"""Manifests as plain values: built by kustomize from a folder, or read from a file or standard input.
+
+Beside them stand what a check finds in them, and what the claims of a build ask for (DRA).
+"""
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
-from hybrid_ep.cluster.kubernetes.claims import Requests, claim_of, requests_by_claim
-from hybrid_ep.cluster.kubernetes.problem import Level, Problem
 from hybrid_ep.errors import ConfigError, HybridEPError
 from hybrid_ep.inputs import read_input
 
-__all__ = ["STDIN", "Manifest", "MissingToolError", "PodTemplate", "find_sources", "joined", "json_path", "load"]
+__all__ = [
+    "STDIN",
+    "Level",
+    "Manifest",
+    "MissingToolError",
+    "PodTemplate",
+    "Problem",
+    "Requests",
+    "claim_of",
+    "find_sources",
+    "joined",
+    "json_path",
+    "load",
+    "requests_by_claim",
+]
 
 STDIN = Path("-")
 _KUSTOMIZATION = ("kustomization.yaml", "kustomization.yml", "Kustomization")
@@ -355,3 +372,84 @@ def _mapping(tree: Any, key: str) -> dict[str, Any]:
     """`tree[key]` if it is a mapping, otherwise an empty one: the schemas report a wrong shape."""
     value = tree.get(key) if isinstance(tree, dict) else None
     return value if isinstance(value, dict) else {}
+
+
+class Level(str, Enum):
+    """How bad it is.
+
+    ``error``: the API server refuses it, or it cannot work. ``warning``: it works on some clusters, or until something
+    goes wrong. ``hint``: it may be intended, or only the cluster can tell.
+    """
+
+    ERROR = "error"
+    WARNING = "warning"
+    HINT = "hint"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with a manifest.
+
+    Attributes:
+        source: the file, or the folder that was built.
+        name: ``kind/name`` of the object; empty where there is none.
+        path: JSON path to what is wrong.
+        rule: id of the rule, or ``build``, ``schema``.
+        message: what is there, what is allowed, and what would happen.
+        level: how bad it is.
+        line: of `path` in the file, counted from 1; None for what kustomize built.
+        silenced: the reason that an annotation gives for leaving it so; empty where it counts.
+    """
+
+    source: str
+    name: str
+    path: str
+    rule: str
+    message: str
+    level: Level = Level.ERROR
+    line: int | None = None
+    silenced: str = ""
+
+    def to_json(self) -> dict[str, object]:
+        """Plain values."""
+        return {**asdict(self), "level": self.level.value}
+
+
+Requests = Mapping[str, Mapping[str, float]]  # of a claim: name of a request → kind of device → number
+
+
+def claim_of(entry: Mapping[str, Any]) -> tuple[str, str]:
+    """Kind and name of the object that an entry of a Pod's resourceClaims names."""
+    if "resourceClaimName" in entry:
+        return "ResourceClaim", str(entry["resourceClaimName"])
+    return "ResourceClaimTemplate", str(entry.get("resourceClaimTemplateName"))
+
+
+def requests_by_claim(build: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], Requests]:
+    """Kind and name → requests, of every claim and claim template among the objects of a build."""
+    claims = [each for each in build if each.get("kind") in ("ResourceClaim", "ResourceClaimTemplate")]
+    return {(str(each["kind"]), str((each.get("metadata") or {}).get("name"))): _requests(each) for each in claims}
+
+
+def _requests(claim: Mapping[str, Any]) -> Requests:
+    spec = claim.get("spec") or {}
+    spec = (spec.get("spec") or {}) if claim["kind"] == "ResourceClaimTemplate" else spec
+    return {str(each.get("name")): _numbers(each) for each in (spec.get("devices") or {}).get("requests") or ()}
+
+
+def _numbers(request: dict[str, Any]) -> dict[str, float]:
+    """Kind of device → number, NaN where that depends on the node; empty where devices are only looked at.
+
+    Since v1beta2 a request has its fields in ``exactly``. Of ``firstAvailable`` the node decides which one holds. The
+    kind is the device class. An interface of DRANET has ``with rdma``, unless the request selects by something else.
+    """
+    options = request.get("firstAvailable") or [request.get("exactly") or request]
+    if any(option.get("adminAccess") for option in options):
+        return {}
+    numbers = {option.get("count") or 1 for option in options}
+    known = all(option.get("allocationMode") != "All" for option in options) and len(numbers) == 1
+    kind, selectors = str(options[0].get("deviceClassName")), options[0].get("selectors") or ()
+    asked = "\n".join(str((each.get("cel") or {}).get("expression")) for each in selectors)
+    if re.search(r"dra\.?net", kind) and "rdma" not in kind and (not asked or "rdma" in asked):
+        kind += " with rdma"
+    return {kind: numbers.pop() if known else math.nan}

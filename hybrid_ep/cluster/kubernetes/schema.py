@@ -19,8 +19,7 @@ from jsonschema import Draft202012Validator, ValidationError
 from jsonschema.exceptions import best_match
 from referencing import Registry, Resource
 
-from hybrid_ep.cluster.kubernetes.manifest import Manifest, MissingToolError, json_path
-from hybrid_ep.cluster.kubernetes.problem import Level, Problem
+from hybrid_ep.cluster.kubernetes.manifest import Level, Manifest, MissingToolError, Problem, json_path
 from hybrid_ep.errors import ConfigError
 
 __all__ = ["KUBERNETES_VERSION", "check_schema", "kubernetes_versions"]
@@ -28,10 +27,10 @@ __all__ = ["KUBERNETES_VERSION", "check_schema", "kubernetes_versions"]
 # The first in which resource.k8s.io/v1, which the gb200-mnnvl overlay claims its channel through, is on by default.
 KUBERNETES_VERSION = "1.34"
 _OWN = {
-    ("kubeflow.org/v2beta1", "MPIJob"): "mpijob-v2beta1.json",
-    ("resource.nvidia.com/v1beta1", "ComputeDomain"): "computedomain-v1beta1.json",
-    ("jobset.x-k8s.io/v1alpha2", "JobSet"): "jobset-v1alpha2.json",
-    ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): "leaderworkerset-v1.json",
+    ("kubeflow.org/v2beta1", "MPIJob"): "mpijob-v2beta1",
+    ("resource.nvidia.com/v1beta1", "ComputeDomain"): "computedomain-v1beta1",
+    ("jobset.x-k8s.io/v1alpha2", "JobSet"): "jobset-v1alpha2",
+    ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): "leaderworkerset-v1",
 }
 _URI = "https://kubernetes.io/api/_definitions.json"  # by which the published schemas refer to their definitions
 _FOLDER = r"v({})\.\d+-local-strict"
@@ -99,8 +98,8 @@ class _Schemas:
             for name, definition in definitions["$defs"].items()
             for meta in definition.get("x-kubernetes-group-version-kind", ())
         }
-        folder = resources.files("hybrid_ep.cluster.kubernetes") / "schemas"
-        self._schemas |= {key: json.loads((folder / name).read_text(encoding="utf-8")) for key, name in _OWN.items()}
+        own = json.loads((resources.files(__package__) / "schemas.json").read_text(encoding="utf-8"))["$defs"]
+        self._schemas |= {key: own[name] for key, name in _OWN.items()}
         self.pod_template = self._validator({"$ref": f"{_URI}#/$defs/io.k8s.api.core.v1.PodTemplateSpec"})
 
     @classmethod

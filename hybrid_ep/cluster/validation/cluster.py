@@ -3,12 +3,15 @@
 Everything that can be judged becomes a `Result` of the doctor's model. This includes what the doctor cannot report
 itself: a host gave no report, or test jobs blame it. So the order of statuses, the exit code and the JUnit writer are
 the doctor's.
+
+What to do is sorted, the most serious first: faults of nodes, findings between them, and failed jobs that no node
+explains.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from functools import cached_property
@@ -17,24 +20,25 @@ from typing import Any
 
 from hybrid_ep._version import __version__
 from hybrid_ep.cluster.doctor.model import Report, Result, Severity, Status
-from hybrid_ep.cluster.validation.culprits import GROUP, blame
-from hybrid_ep.cluster.validation.judge import Job, Profiles, judge, judge_by_run
-from hybrid_ep.cluster.validation.node import Node, load_node
-from hybrid_ep.cluster.validation.pairs import PairTable, pair_tables
+from hybrid_ep.cluster.validation.causes import OTHER, cause_of
+from hybrid_ep.cluster.validation.culprits import GROUP, OF_HOSTS, blame, is_explained
+from hybrid_ep.cluster.validation.judge import Job, PairTable, Profiles, judge, judge_by_run, pair_tables
 from hybrid_ep.cluster.validation.results import (
+    Host,
     Inventory,
     JobFile,
+    Unreachable,
     name_inside,
     read_compare,
     read_inventory,
     read_job,
+    read_node,
     stems,
 )
-from hybrid_ep.cluster.validation.todo import ToDo, find_to_dos
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.report.names import shorten_names
+from hybrid_ep.report.units import shorten_names
 
-__all__ = ["MOST_TABLES", "Cluster", "load_cluster"]
+__all__ = ["MOST_TABLES", "REPORTED", "Cluster", "Node", "ToDo", "find_to_dos", "load_cluster", "load_node"]
 
 MOST_TABLES = 3  # of pairs, where space is short: nic jobs measure every NIC by itself
 
@@ -113,7 +117,7 @@ class Cluster:
         return pair_tables(self.jobs)
 
     def to_json(self) -> dict[str, Any]:
-        """What report.json holds (schemas/report.json): every status, and in full whatever did not pass."""
+        """What report.json holds (`report` in schemas.json): every status, and in full whatever did not pass."""
         return {
             "schema": 1,
             "hybrid_ep": __version__,
@@ -217,3 +221,141 @@ def _to_do_json(to_do: ToDo) -> dict[str, Any]:
 
 def _result_json(result: Result) -> dict[str, Any]:
     return {**asdict(result), "status": result.status.value, "severity": result.severity.value}
+
+
+REPORTED = "node.report"  # id of the check that a host gave a report at all
+_PROMPT = "Run hybrid-ep doctor on it by hand"
+
+
+@dataclass(frozen=True)
+class Node:
+    """One host of the inventory.
+
+    Attributes:
+        name, platform, domain: as in the inventory.
+        report: the doctor's, with `REPORTED` as its first result; only that one if there is none.
+        reported: whether the doctor's results are in it.
+    """
+
+    name: str
+    platform: str
+    domain: str
+    report: Report
+    reported: bool
+
+    @property
+    def is_fit(self) -> bool:
+        """Fit for jobs: it gave a report, and nothing confirmed a fault. What could not be read excludes no host."""
+        return self.reported and self.report.status is not Status.FAIL
+
+    @property
+    def problems(self) -> list[Result]:
+        """What did not pass: confirmed faults first, then unknowns, then warnings."""
+        order = {"fail": 0, "unknown": 1, "warn": 2}
+        wrong = [result for result in self.report.results if result.status is not Status.PASS]
+        return sorted(wrong, key=lambda result: (result.severity is Severity.WARNING, order[result.shown_as]))
+
+
+def load_node(folder: Path, host: Host) -> Node:
+    """A host's report under the name of the inventory, with our own check in front."""
+    try:
+        found = read_node(folder, host.name)
+    except ConfigError as error:
+        remedy = f"{_PROMPT} and look at what it writes; then gather its result again."
+        return _silent(host, Status.UNKNOWN, name_inside(folder, error), remedy)
+    if found is None:
+        return _silent(host, Status.FAIL, "no result", f"{_PROMPT}; find out why its result was not gathered.")
+    if isinstance(found, Unreachable):
+        cause = cause_of(found.reason)
+        remedy = f"{_PROMPT} and look at what it writes." if cause is OTHER else cause.remedy
+        remedy = f"{remedy} Then validate it again."
+        return _silent(host, Status.FAIL, f"unreachable: {found.reason}", remedy)
+    if not found.results:
+        return _silent(host, Status.UNKNOWN, "a report without any result", f"{_PROMPT}: no check applied.")
+    called = f"as {found.host}, " if found.host != host.name else ""
+    seen = f"{called}{len(found.results)} checks of profile {found.profile}"
+    own = _reported(Status.PASS, seen, "")
+    report = replace(found, host=host.name, results=(own, *found.results))
+    return Node(host.name, host.platform, host.domain, report, reported=True)
+
+
+def _silent(host: Host, status: Status, seen: str, remedy: str) -> Node:
+    report = Report("", host.name, host.platform, "the inventory", 0.0, (_reported(status, seen, remedy),))
+    return Node(host.name, host.platform, host.domain, report, reported=False)
+
+
+def _reported(status: Status, seen: str, remedy: str) -> Result:
+    where = ("a report of hybrid-ep doctor", "nodes/ of the results folder", remedy)
+    return Result(REPORTED, "node", "the host gave a report", status, Severity.ERROR, seen, *where)
+
+
+_ORDER = {"fail": 0, "unknown": 1, "warn": 2}
+_MOST_SEEN = 3
+
+
+@dataclass(frozen=True)
+class ToDo:
+    """Results with one cause and one remedy.
+
+    Attributes:
+        result: the first of them.
+        hosts: in the order of the inventory; none where a finding names no host.
+        all_seen: the different things that were seen, the most frequent first.
+        of_job: whether they are failed jobs that no host explains.
+    """
+
+    result: Result
+    hosts: tuple[str, ...]
+    all_seen: tuple[str, ...]
+    of_job: bool = False
+
+    @property
+    def seen(self) -> str:
+        """What was seen, in one line; of many different things the first."""
+        more = len(self.all_seen) - _MOST_SEEN
+        return "; or ".join(self.all_seen[:_MOST_SEEN]) + (f"; or {more} more like these" if more > 0 else "")
+
+
+def find_to_dos(
+    nodes: Sequence[Node], findings: Iterable[Result], jobs: Iterable[Job], blamed: Iterable[str]
+) -> list[ToDo]:
+    """Merges what did not pass by check and remedy; of equal seriousness, what most hosts have comes first."""
+    found: dict[tuple[str, str, str], list[tuple[tuple[str, ...], Result]]] = defaultdict(list)
+    for node in nodes:
+        for result in node.problems:
+            found[result.id, result.shown_as, result.remedy].append(((node.name,), result))
+    for result in findings:
+        if result.status is not Status.PASS:
+            found[result.id, result.shown_as, result.remedy].append(((), result))
+    for job in jobs:
+        if job.status in ("fail", "unknown") and not is_explained(job, blamed):
+            result = _of_job(job)
+            found[result.id, result.shown_as, result.remedy].append((job.hosts, result))
+    place = {node.name: index for index, node in enumerate(nodes)}
+    to_dos = [_merged(items, place) for items in found.values()]
+    return sorted(to_dos, key=lambda to_do: (_ORDER[to_do.result.shown_as], _place(to_do), -len(to_do.hosts)))
+
+
+def _place(to_do: ToDo) -> int:
+    """Hosts first, then findings between hosts, then jobs: a host or a finding may be why a job failed."""
+    return 2 if to_do.of_job else 0 if to_do.hosts else 1
+
+
+def _merged(items: list[tuple[tuple[str, ...], Result]], place: dict[str, int]) -> ToDo:
+    hosts = sorted({host for some, _ in items for host in some}, key=lambda host: place.get(host, len(place)))
+    counts: dict[str, int] = defaultdict(int)
+    for _, result in items:
+        counts[result.seen] += 1
+    result = items[0][1]
+    all_seen = tuple(sorted(counts, key=lambda seen: -counts[seen]))
+    return ToDo(result, tuple(hosts), all_seen, of_job=result.group == GROUP and result.id not in OF_HOSTS)
+
+
+def _of_job(job: Job) -> Result:
+    """A job that did not pass as a result; its remedy is that of its cause."""
+    cause = cause_of(job.reason)
+    remedy = job.remedy if cause is OTHER else cause.remedy
+    where = (job.expected, job.log or f"jobs/{job.name}.json", remedy)
+    seen = job.reason or "no reason given"
+    name = f"{GROUP}.{cause.id}"
+    return Result(name, GROUP, f"{job.kind} job", Status(job.status), Severity.ERROR, seen, *where)

@@ -104,10 +104,8 @@ def report_command(context: click.Context, results: Path, out: Path | None) -> N
     Exit status: 0 = everything passed, 1 = a fault was confirmed, 2 = no fault, but something could not be read.
     """
     # Loaded only here: rounds and healthy need no templates.
-    from hybrid_ep.cluster.validation.junit import to_junit
-    from hybrid_ep.cluster.validation.markdown import to_markdown
+    from hybrid_ep.cluster.validation.formats import render, to_junit, to_markdown
     from hybrid_ep.cluster.validation.page import to_html
-    from hybrid_ep.cluster.validation.terminal import render
 
     try:
         cluster = load_cluster(results)

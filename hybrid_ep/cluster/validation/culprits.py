@@ -13,8 +13,7 @@ from statistics import median
 
 from hybrid_ep.cluster.doctor.model import Result, Severity, Status
 from hybrid_ep.cluster.validation.causes import LATE, SLOW, cause_of
-from hybrid_ep.cluster.validation.judge import Job
-from hybrid_ep.cluster.validation.pairs import PairTable
+from hybrid_ep.cluster.validation.judge import Job, PairTable
 
 __all__ = ["GROUP", "OF_HOSTS", "blame", "is_explained"]
 

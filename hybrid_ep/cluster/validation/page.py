@@ -22,11 +22,9 @@ from markupsafe import Markup
 from hybrid_ep._version import __version__
 from hybrid_ep.cluster.doctor.model import Result, Severity, Status
 from hybrid_ep.cluster.doctor.registry import GROUPS
-from hybrid_ep.cluster.validation.cluster import MOST_TABLES, Cluster
+from hybrid_ep.cluster.validation.cluster import MOST_TABLES, Cluster, Node
 from hybrid_ep.cluster.validation.culprits import GROUP
-from hybrid_ep.cluster.validation.judge import Job
-from hybrid_ep.cluster.validation.node import Node
-from hybrid_ep.cluster.validation.pairs import PairTable
+from hybrid_ep.cluster.validation.judge import Job, PairTable
 from hybrid_ep.cluster.validation.results import read_log_tail
 from hybrid_ep.report.page import CSS
 

@@ -24,7 +24,7 @@ _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 @click.argument("results", type=_NEW_FOLDER)
 def begin_command(results: Path) -> None:
     """Begin a validation: check the inventory (JSON on standard input), write it and remove earlier results."""
-    from hybrid_ep.cluster.validation.begin import Inventory, begin_validation
+    from hybrid_ep.cluster.validation.record import Inventory, begin_validation
 
     begin_validation(results, Inventory.from_json(sys.stdin.read()))
 
@@ -42,7 +42,7 @@ def begin_jobs_command(results: Path) -> None:
 @click.argument("results", type=_FOLDER)
 def compare_command(results: Path) -> None:
     """Compare the nodes' reports with each other, and write compare.json."""
-    from hybrid_ep.cluster.validation.crossnode import compare_nodes
+    from hybrid_ep.cluster.validation.record import compare_nodes
 
     compared = compare_nodes(results)
     click.echo("fewer than two reports: nothing to compare" if compared is None else compared.status.value)
@@ -52,7 +52,7 @@ def compare_command(results: Path) -> None:
 @click.argument("results", type=_FOLDER)
 def domains_command(results: Path) -> None:
     """Compare the inventory's NVLink domains with the cliques of the GPUs."""
-    from hybrid_ep.cluster.validation.crossnode import check_domains
+    from hybrid_ep.cluster.validation.record import check_domains
 
     for result in check_domains(results):
         click.echo(f"{result.name}: {result.status} {result.reason}".rstrip())

@@ -1,21 +1,51 @@
-"""From what a test job printed to its result in the results folder.
+"""What the playbooks write into the results folder.
 
-A job is a program that prints one JSON document somewhere in its output: `hybrid-ep bench --json` or `hybrid-ep
-validation nic-bandwidth`. It passed if it ended with 0, the document is there and reports a pass.
+`begin_validation` checks the inventory against the rules of the playbooks' inventories, and makes a new folder. Every
+group has hosts. Every host has a platform (a profile of the doctor). If NVLink domains of a platform span nodes, each
+of its nodes is in one group ``domain_NAME``.
+
+`record` turns what a test job printed into its result. A job is a program that prints one JSON document somewhere in
+its output: `hybrid-ep bench --json` or `hybrid-ep validation nic-bandwidth`. It passed if it ended with 0, the document
+is there and reports a pass.
+
+`compare_nodes` writes ``compare.json``, the doctor's own comparison, which knows no inventory. `check_domains` compares
+the reports with the inventory: the nodes of one NVLink domain must be in one clique, and a clique must not reach into
+another domain. It writes one result for each domain to ``jobs/``. Both take time linear in the nodes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict
+import shutil
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from hybrid_ep.cluster.doctor import Report
+from hybrid_ep.cluster.doctor.compare import compare
+from hybrid_ep.cluster.doctor.profile import load_profile
 from hybrid_ep.cluster.validation.causes import telling_lines
-from hybrid_ep.cluster.validation.results import JobFile, Metric
+from hybrid_ep.cluster.validation.names import fault_of_name
+from hybrid_ep.cluster.validation.results import JobFile, Metric, read_inventory, read_node
+from hybrid_ep.errors import ConfigError
+from hybrid_ep.report.units import shorten_names
 
-__all__ = ["CLIQUES", "judge_output", "record", "record_node", "remove_jobs", "write_job"]
+__all__ = [
+    "CLIQUES",
+    "DOMAIN_PREFIX",
+    "Inventory",
+    "begin_validation",
+    "check_domains",
+    "compare_nodes",
+    "judge_output",
+    "record",
+    "record_node",
+    "remove_jobs",
+    "write_job",
+]
 
 CLIQUES = "-cliques"  # ends the name of a result that is no test job's: it comes from the nodes' reports
 
@@ -145,3 +175,175 @@ def _last_line(output: str) -> str:
         elif line:
             (noted if in_note else said).append(line)
     return said[-1] if said else noted[0] if noted else "nothing"
+
+
+_Clique = tuple[str, int]  # cluster UUID, clique
+
+
+def compare_nodes(folder: Path) -> Report | None:
+    """Compares the nodes that gave a report; writes nothing and returns None where they are fewer than two."""
+    reports = [report for _, report in _reports(folder)]
+    if len(reports) < 2:
+        return None
+    compared = compare(reports)
+    (folder / "compare.json").write_text(json.dumps(compared.to_json(), indent=2) + "\n", encoding="utf-8")
+    return compared
+
+
+def check_domains(folder: Path) -> list[JobFile]:
+    """Writes and returns one result for each domain of the inventory, named ``domain-NAME-cliques``."""
+    reports = dict(_reports(folder))
+    domains: dict[str, list[str]] = defaultdict(list)
+    for host in read_inventory(folder).hosts:
+        if host.domain:
+            domains[host.domain].append(host.name)
+    cliques = {host: _cliques(report) for host, report in reports.items()}
+    reached: dict[_Clique, set[str]] = defaultdict(set)  # clique → the inventory's domains that it reaches into
+    for domain, members in domains.items():
+        for name in members:
+            for clique in cliques.get(name, set()):
+                reached[clique].add(domain)
+    results = [_judge(domain, hosts, cliques, reached) for domain, hosts in sorted(domains.items())]
+    for result in results:
+        write_job(folder, result)
+    return results
+
+
+def _judge(
+    domain: str, hosts: list[str], cliques: dict[str, set[_Clique]], reached: dict[_Clique, set[str]]
+) -> JobFile:
+    found: dict[_Clique, list[str]] = defaultdict(list)
+    for host in hosts:
+        for clique in cliques.get(host, set()):
+            found[clique].append(host)
+    outside = [host for host in hosts if host in cliques and not cliques[host]]
+    silent = [host for host in hosts if host not in cliques]
+    faults = []
+    if len(found) > 1:
+        parts = (
+            f"cluster {uuid} clique {clique} on {shorten_names(on)}" for (uuid, clique), on in sorted(found.items())
+        )
+        faults.append(f"one domain in the inventory, {len(found)} in the fabric: {', '.join(parts)}")
+    faults += [f"in no multi-node domain: {shorten_names(outside)}"] if outside else []
+    others = sorted({other for clique in found for other in reached[clique]} - {domain})
+    faults += [f"its clique also holds nodes that the inventory puts into {', '.join(others)}"] if others else []
+    unknown = f"no report of {shorten_names(silent)}" if silent else ""
+    status = "fail" if faults else "unknown" if unknown else "pass"
+    reason = "; ".join([*faults, *([unknown] if unknown else [])])
+    return JobFile(f"domain-{domain}{CLIQUES}", "group", tuple(hosts), status, reason, (), "")
+
+
+def _cliques(report: Report) -> set[_Clique]:
+    return {
+        (gpu["cluster_uuid"], gpu["clique"])
+        for gpu in report.facts["gpus"]
+        if gpu["cluster_uuid"] and gpu["cluster_uuid"].strip("0")
+    }
+
+
+def _reports(folder: Path) -> Iterator[tuple[str, Report]]:
+    """The nodes' reports under their inventory's names; a file that is malformed is the report command's to name."""
+    for host in read_inventory(folder).hosts:
+        try:
+            found = read_node(folder, host.name)
+        except ConfigError:
+            continue
+        if isinstance(found, Report):
+            yield host.name, found
+
+
+DOMAIN_PREFIX = "domain_"
+# Groups that Ansible makes itself; they may be empty.
+_BUILT_IN = frozenset({"all", "ungrouped"})
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """The hosts of a playbook.
+
+    Attributes:
+        title: of the validation.
+        hosts: that are to be validated.
+        groups: name → its hosts, also those that are not validated this time.
+        platforms: host → name or file of its profile; empty or absent where the inventory names none.
+    """
+
+    title: str
+    hosts: Sequence[str]
+    groups: Mapping[str, Sequence[str]]
+    platforms: Mapping[str, str]
+
+    @classmethod
+    def from_json(cls, text: str) -> Inventory:
+        """Reads one JSON object with the attributes' names.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        try:
+            tree: dict[str, Any] = json.loads(text)
+            return cls(str(tree["title"]), list(tree["hosts"]), dict(tree["groups"]), dict(tree["platforms"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"the inventory is not a JSON object with title, hosts, groups, platforms: {error!r}"
+            ) from error
+
+
+def begin_validation(folder: Path, inventory: Inventory) -> None:
+    """Writes ``inventory.json`` into `folder`; results of an earlier validation there are removed.
+
+    Raises:
+        ConfigError: the inventory breaks a rule (all breaches are named), or the folder holds something else.
+    """
+    domains = _domains(inventory)
+    hosts = [
+        {"name": host, "platform": inventory.platforms[host], "domain": domains.get(host)} for host in inventory.hosts
+    ]
+    if folder.exists() and any(folder.iterdir()) and not (folder / "inventory.json").exists():
+        raise ConfigError(f"{folder} is neither empty nor a results folder; allowed: one of them, or a new path")
+    for name in ("nodes", "jobs"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+        (folder / name).mkdir(parents=True)
+    (folder / "compare.json").unlink(missing_ok=True)
+    content = {"hosts": hosts, "started": datetime.now(timezone.utc).isoformat(), "title": inventory.title}
+    (folder / "inventory.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _domains(inventory: Inventory) -> dict[str, str]:
+    """Host → its domain, once all rules hold."""
+    faults = [] if inventory.hosts else ["it has no host"]
+    for group, members in sorted(inventory.groups.items()):
+        if not members and group not in _BUILT_IN:
+            faults.append(f"group {group!r} is empty: add its hosts, or remove it")
+    groups_of: dict[str, list[str]] = {}
+    for group, members in sorted(inventory.groups.items()):
+        for host in members if group.startswith(DOMAIN_PREFIX) else ():
+            groups_of.setdefault(host, []).append(group)
+    spans: dict[str, bool] = {}  # whether a platform's domains span nodes
+    seen: set[str] = set()
+    for host in inventory.hosts:
+        fault = fault_of_name("host", host)
+        if fault is not None:
+            faults.append(fault)
+            continue
+        if host in seen:
+            faults.append(f"host {host!r} is given twice; allowed: each host once")
+        seen.add(host)
+        platform = inventory.platforms.get(host, "")
+        if not platform:
+            faults.append(f"host {host!r} has no platform: put it into a group that sets doctor_profile")
+            continue
+        try:
+            if platform not in spans:
+                spans[platform] = bool(load_profile(platform)["mnnvl.domain_gpus"])
+        except ConfigError as error:
+            faults.append(f"host {host!r}: {error}")
+            continue
+        found = groups_of.get(host, [])
+        if len(found) > 1:
+            faults.append(f"host {host!r} is in the NVLink domains {', '.join(found)}; allowed: one")
+        elif not found and spans[platform]:
+            faults.append(f"host {host!r} is in no group {DOMAIN_PREFIX}NAME, but the domains of {platform} span nodes")
+    if faults:
+        raise ConfigError("the inventory is not usable: " + "; ".join(faults))
+    return {host: found[0].removeprefix(DOMAIN_PREFIX) for host, found in groups_of.items()}

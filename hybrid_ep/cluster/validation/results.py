@@ -1,4 +1,4 @@
-"""The results folder: its files, each read by itself and checked against schemas/*.json.
+"""The results folder: its files, each read by itself and checked against schemas.json.
 
     inventory.json     the hosts that were to be validated
     nodes/HOST.json    what `hybrid-ep doctor --json` wrote there, or {"unreachable": "reason"}
@@ -185,7 +185,7 @@ def stems(folder: Path, kind: str) -> Sequence[str]:
 @functools.cache
 def schema(name: str) -> Any:
     """The JSON schema of ``inventory``, ``node``, ``unreachable``, ``job`` or ``report``."""
-    return json.loads(resources.files("hybrid_ep.cluster.validation").joinpath(f"schemas/{name}.json").read_text())
+    return json.loads((resources.files(__package__) / "schemas.json").read_text())["$defs"][name]
 
 
 def _report(tree: Any, path: Path) -> Report:

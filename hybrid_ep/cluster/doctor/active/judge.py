@@ -15,11 +15,10 @@ from typing import Any
 from hybrid_ep.cluster.doctor.active.gpu_direct import Written
 from hybrid_ep.cluster.doctor.active.measure import Burn, Machine, TorchMachine, write_over_rdma
 from hybrid_ep.cluster.doctor.model import Finding, Result, Severity, Status
-from hybrid_ep.cluster.doctor.node import Node
+from hybrid_ep.cluster.doctor.node import Node, WatchedNode
 from hybrid_ep.cluster.doctor.profile import Profile
+from hybrid_ep.cluster.doctor.registry import shorten
 from hybrid_ep.cluster.doctor.roles import assign_roles
-from hybrid_ep.cluster.doctor.survey import shorten
-from hybrid_ep.cluster.doctor.watched import WatchedNode
 from hybrid_ep.topology import choose_nic
 from hybrid_ep.watched import Unreadable
 

@@ -12,8 +12,7 @@ from hybrid_ep.cluster.doctor.model import Counters, Finding, Severity, Status
 from hybrid_ep.cluster.doctor.node import Node
 from hybrid_ep.cluster.doctor.pcie import link_faults
 from hybrid_ep.cluster.doctor.profile import Profile
-from hybrid_ep.cluster.doctor.registry import check, counters
-from hybrid_ep.cluster.doctor.survey import shorten, survey
+from hybrid_ep.cluster.doctor.registry import check, counters, shorten, survey
 from hybrid_ep.cluster.doctor.xid import read_incidents
 from hybrid_ep.watched import Unreadable
 

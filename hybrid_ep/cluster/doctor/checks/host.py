@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 
-from hybrid_ep.cluster.doctor.kernel_lines import fault_lines
 from hybrid_ep.cluster.doctor.model import Counters, Finding, Severity, Status
 from hybrid_ep.cluster.doctor.node import Node
 from hybrid_ep.cluster.doctor.profile import Profile
-from hybrid_ep.cluster.doctor.registry import check, counters
+from hybrid_ep.cluster.doctor.registry import check, counters, shorten, survey
 from hybrid_ep.cluster.doctor.roles import assign_roles
-from hybrid_ep.cluster.doctor.survey import shorten, survey
+from hybrid_ep.cluster.doctor.xid import fault_lines
 from hybrid_ep.topology import PciDevice
 from hybrid_ep.watched import Unreadable
 

@@ -12,8 +12,7 @@ from hybrid_ep.cluster.doctor.model import Counters, Finding, Status
 from hybrid_ep.cluster.doctor.node import Node
 from hybrid_ep.cluster.doctor.nvml import FABRIC_COMPLETED, LINK_REMOTE_SWITCH, P2P_NVLINK, P2P_OK
 from hybrid_ep.cluster.doctor.profile import Profile
-from hybrid_ep.cluster.doctor.registry import check, counters
-from hybrid_ep.cluster.doctor.survey import survey
+from hybrid_ep.cluster.doctor.registry import check, counters, survey
 from hybrid_ep.watched import Unreadable
 
 _LINK_COUNT = int(pynvml.NVML_FI_DEV_NVLINK_LINK_COUNT)  # field 91

@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from hybrid_ep.cluster.kubernetes.manifest import Manifest, PodTemplate, json_path
-from hybrid_ep.cluster.kubernetes.problem import Level
+from hybrid_ep.cluster.kubernetes.manifest import Level, Manifest, PodTemplate, json_path
 from hybrid_ep.cluster.kubernetes.rules.parts import amount, containers, gpus, items, main, mounted_file, nics, words
 from hybrid_ep.cluster.kubernetes.rules.registry import Finding, Found, rule
 from hybrid_ep.env import VARIABLES

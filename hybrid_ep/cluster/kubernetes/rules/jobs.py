@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from hybrid_ep.cluster.kubernetes.manifest import Manifest, PodTemplate
-from hybrid_ep.cluster.kubernetes.problem import Level
+from hybrid_ep.cluster.kubernetes.manifest import Level, Manifest, PodTemplate
 from hybrid_ep.cluster.kubernetes.rules.parts import amount, containers, gpus, main, option, runs, words
 from hybrid_ep.cluster.kubernetes.rules.registry import Finding, Found, rule
 

@@ -6,8 +6,7 @@ import math
 import re
 from typing import Any, NamedTuple
 
-from hybrid_ep.cluster.kubernetes.manifest import Manifest, PodTemplate
-from hybrid_ep.cluster.kubernetes.problem import Level
+from hybrid_ep.cluster.kubernetes.manifest import Level, Manifest, PodTemplate
 from hybrid_ep.cluster.kubernetes.rules.parts import (
     amount,
     containers,

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from hybrid_ep.cluster.kubernetes.manifest import Manifest, PodTemplate
-from hybrid_ep.cluster.kubernetes.problem import Level
+from hybrid_ep.cluster.kubernetes.manifest import Level, Manifest, PodTemplate
 from hybrid_ep.cluster.kubernetes.rules.parts import fits, items, main, option, runs
 from hybrid_ep.cluster.kubernetes.rules.registry import Finding, Found, rule
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from hybrid_ep.cluster.kubernetes.manifest import Manifest
-from hybrid_ep.cluster.kubernetes.problem import Level, Problem
+from hybrid_ep.cluster.kubernetes.manifest import Level, Manifest, Problem
 
 __all__ = ["RULES", "Finding", "Found", "Rule", "check_rules", "rule"]
 
