@@ -50,6 +50,8 @@ class Torch {
         is_grad_enabled_(module_.attr("is_grad_enabled")),
         is_tracing_(module_.attr("_C").attr("_is_tracing")),
         num_modes_(module_.attr("_C").attr("_len_torch_dispatch_stack")),
+        mode_of_(module_.attr("_C").attr("_get_dispatch_mode")),
+        tracers_(module_.attr("_C").attr("_TorchDispatchModeKey").attr("__members__").attr("values")()),
         transform_(module_.attr("_C").attr("_functorch").attr("peek_interpreter_stack")) {
     const dlpack::ExchangeApi* api = exchange_api();
     if (api != nullptr) describe_ = api->describe;
@@ -74,11 +76,19 @@ class Torch {
   }
 
   bool is_traced() const {
-    return is_tracing_().ptr() != Py_False || !num_modes_().equal(py::int_(0)) || !transform_().is_none();
+    if (is_tracing_().ptr() != Py_False || !transform_().is_none()) return true;
+    // Any mode of torch.utils is on this stack, and few are a tracer's.
+    if (num_modes_().equal(py::int_(0))) return false;
+    for (const py::handle tracer : tracers_) {
+      if (!mode_of_(tracer).is_none()) return true;
+    }
+    return false;
   }
 
  private:
-  py::object module_, tensor_type_, is_grad_enabled_, is_tracing_, num_modes_, transform_;
+  py::object module_, tensor_type_, is_grad_enabled_, is_tracing_, num_modes_, mode_of_;
+  py::tuple tracers_;
+  py::object transform_;
   py::str requires_grad_ = "requires_grad";
   int (*describe_)(void*, dlpack::Tensor*) = nullptr;
 };

@@ -12,8 +12,8 @@
 
 namespace hybrid_ep::bindings {
 
-// Whether the program is traced or transformed: by torch.jit, a dispatch mode (FakeTensorMode), or torch.func. Tensors
-// of torch's own class may then have no memory, and what a call returns would be recorded as a constant.
+// Whether the program is traced or transformed: by torch.jit, a mode of a tracer (FakeTensorMode), or torch.func.
+// Tensors of torch's own class may then have no memory, and what a call returns would be recorded as a constant.
 bool is_traced();
 
 class TraitsOfArguments {

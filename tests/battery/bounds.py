@@ -269,9 +269,9 @@ def check_memory_freed_in_a_capture(device: str) -> None:
         with torch.cuda.graph(graph):
             held = torch.zeros(1, device=device) + 1
             del early
-        assert symmetric.has_kept()
+        assert symmetric.kept
         graph.replay()
         torch.cuda.synchronize()
         assert held.item() == 1
         dispatch(300)
-        assert not symmetric.has_kept()
+        assert not symmetric.kept

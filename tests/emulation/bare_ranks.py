@@ -226,6 +226,7 @@ class Rank(End):
             max_tokens=None,
             num_slots=None,
             num_mapped_ranks=None,
+            num_records=0,
             drops_rows=False,
             refusal=None,
         )

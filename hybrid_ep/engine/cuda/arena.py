@@ -26,7 +26,7 @@ from torch import Tensor
 from hybrid_ep import _cuda
 from hybrid_ep.core.streams import current_raw_stream, is_capturing
 from hybrid_ep.engine.cuda.route import Route
-from hybrid_ep.engine.cuda.symmetric import SymmetricMemory, free_kept, has_kept
+from hybrid_ep.engine.cuda.symmetric import SymmetricMemory, kept
 from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.errors import ConfigError
 
@@ -120,7 +120,6 @@ class Arena:
     Attributes:
         pool: which slots are free.
         is_short: whether the next call publishes that a result was copied; `lease` does.
-        has_work: whether `lease` has more to do than to take a slot.
 
     Args:
         roll_call: of the ranks of the domain.
@@ -145,10 +144,6 @@ class Arena:
         self.is_short = False
         self._is_full = False  # no memory for more slots; equal at all ranks
         self._allocate(_INITIAL_SLOT_BYTES, min(_INITIAL_SLOTS, most_slots))
-
-    @property
-    def has_work(self) -> bool:
-        return self.is_short or has_kept()
 
     @property
     def slot_bytes(self) -> int:
@@ -230,7 +225,7 @@ class Arena:
         lease = SlotLease(self.pool, stream)
         self.is_short |= lease.slot_idx == 0
         if not lease.is_captured:
-            free_kept()
+            kept.clear()
             lease.slots_wanted = self._more_slots if self.is_short and not self._is_full else 0
             self.is_short = False
         return lease

@@ -66,7 +66,7 @@ from hybrid_ep.engine.cuda.repeated import (
     repeat_unpermute,
 )
 from hybrid_ep.engine.cuda.route import Route, route_memory
-from hybrid_ep.engine.cuda.symmetric import SymmetricMemory
+from hybrid_ep.engine.cuda.symmetric import SymmetricMemory, kept
 from hybrid_ep.engine.losses import Losses
 from hybrid_ep.engine.refusals import Refusals
 from hybrid_ep.engine.roll_call import RollCall
@@ -138,7 +138,8 @@ class CudaEngine(Engine):
     def slots_now(self) -> _cuda.SlotPool | None:
         """The slots for a call that can be one call of C++; None: it cannot, for there is more to be done."""
         arena = self._arena
-        return arena.pool if self._late is None and self._low_latency.is_quiet and not arena.has_work else None
+        has_work = self._late is not None or not self._low_latency.is_quiet or arena.is_short or kept
+        return None if has_work else arena.pool
 
     @property
     def memory_bytes(self) -> int:

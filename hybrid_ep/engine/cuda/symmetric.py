@@ -22,7 +22,7 @@ from hybrid_ep.core.streams import is_capturing
 from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.errors import ConfigError, TopologyError
 
-__all__ = ["SymmetricMemory", "free_kept", "has_kept", "map_peers_of"]
+__all__ = ["SymmetricMemory", "kept", "map_peers_of"]
 
 # torch reads this when it allocates; a value that the user has set is left alone.
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
@@ -30,18 +30,8 @@ _WHERE = "symmetric memory"
 _NO_ANSWER = "no answer within"
 
 # Memory whose last user was freed in a capture. torch waits for the GPU when it frees symmetric memory, which a capture
-# forbids: the process would end.
-_kept: list[object] = []
-
-
-def has_kept() -> bool:
-    """Whether there is memory that `free_kept` frees."""
-    return bool(_kept)
-
-
-def free_kept() -> None:
-    """Frees memory that was not needed any more in a capture. Must not be called in one."""
-    _kept.clear()
+# forbids: the process would end. The next call that is not captured clears the list.
+kept: list[object] = []
 
 
 @dataclass(frozen=True)
@@ -60,7 +50,7 @@ class SymmetricMemory:
 
     def __del__(self) -> None:
         if self.local.is_cuda and is_capturing(self.local.device.index):
-            _kept.append((self.local, self.handle))
+            kept.append((self.local, self.handle))
 
     @classmethod
     def allocate(cls, num_bytes: int, roll_call: RollCall, device: torch.device) -> SymmetricMemory:
