@@ -17,6 +17,9 @@ def compute_layout(
     num_tokens_per_expert: int,
     is_token_in_rank: int,
 ) -> int: ...
+def park_threads() -> None:
+    """Lets other threads sleep, and not abort the process, that return from C++ once the interpreter is finalised."""
+
 def row_traits_or(of_any: Callable[..., object]) -> Callable[..., object]:
     """Makes `hybrid_ep.core.checks.row_traits`, as `traits_or`."""
 

@@ -7,6 +7,7 @@
 namespace hybrid_ep::bindings {
 
 void add_layout(pybind11::module_& module);
+void add_process_exit(pybind11::module_& module);
 void add_repeatable(pybind11::module_& module);
 void add_sizes(pybind11::module_& module);
 void add_topology(pybind11::module_& module);

@@ -8,6 +8,7 @@ PYBIND11_MODULE(_C, module) {
   module.attr("built") = HYBRID_EP_BUILT;
   module.attr("left_out") = HYBRID_EP_LEFT_OUT;
   hybrid_ep::bindings::add_layout(module);
+  hybrid_ep::bindings::add_process_exit(module);
   hybrid_ep::bindings::add_repeatable(module);
   hybrid_ep::bindings::add_sizes(module);
   hybrid_ep::bindings::add_topology(module);

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import atexit
 import threading
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["UnfinishedError", "end_calls", "park_at_exit", "run_within"]
+from hybrid_ep import _C
+
+__all__ = ["UnfinishedError", "run_within"]
 
 T = TypeVar("T")
 
-_EXIT_S = 1.0  # how long the end of the process waits for calls
-_running: set[threading.Thread] = set()
 _ends = threading.Event()
 
 
@@ -45,12 +44,6 @@ def run_within(
 
     def run() -> None:
         try:
-            run_and_hand_over()
-        finally:
-            _running.discard(thread)
-
-    def run_and_hand_over() -> None:
-        try:
             result = call()
         except Exception as error:
             errors.append(error)
@@ -63,7 +56,6 @@ def run_within(
             discard(result)
 
     thread = threading.Thread(target=run, daemon=True, name=name)
-    _running.add(thread)
     thread.start()
     thread.join(limit_s)
     with lock:
@@ -75,24 +67,8 @@ def run_within(
     raise UnfinishedError(f"no answer within {limit_s:g} s")
 
 
-def end_calls() -> None:
-    """Says that the process ends: from now on no call is run, and `park_at_exit` does not return."""
-    _ends.set()
-
-
-def park_at_exit() -> None:
-    """Stops a daemon thread for good where the process ends; otherwise, and in another thread, does nothing.
-
-    A thread that comes back from C++ into a finalised interpreter aborts the process.
-    """
-    if _ends.is_set() and threading.current_thread().daemon:
-        threading.Event().wait()
-
-
 @atexit.register
-def _wait_for_calls() -> None:
-    """Waits for running calls: see `park_at_exit`."""
-    end_calls()
-    deadline = time.monotonic() + _EXIT_S
-    for thread in list(_running):
-        thread.join(max(0.0, deadline - time.monotonic()))
+def _park_threads() -> None:
+    """Lets threads that are in a call now sleep when it returns: by then the interpreter may be finalised."""
+    _ends.set()
+    _C.park_threads()

@@ -21,11 +21,8 @@ rows, M the most tokens that a rank may send in low-latency mode.
 from __future__ import annotations
 
 import abc
-import atexit
 import functools
 import threading
-import time
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar, cast
@@ -35,7 +32,6 @@ from torch import Tensor
 
 from hybrid_ep.core.checks import packed
 from hybrid_ep.core.geometry import RankGrid
-from hybrid_ep.core.within import end_calls, park_at_exit
 from hybrid_ep.engine.calls import (
     CachedDispatchRequest,
     Combined,
@@ -66,9 +62,6 @@ from hybrid_ep.errors import ConfigError, TransportError
 
 __all__ = ["Engine", "Traffic", "one_at_a_time"]
 
-_EXIT_S = 1.0  # how long the end of the process waits for a call of another thread
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -78,7 +71,6 @@ def one_at_a_time(call: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(call)
     def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        park_at_exit()
         busy = cast("Engine", args[0]).busy
         if not busy.acquire(blocking=False):
             raise ConfigError(
@@ -93,7 +85,6 @@ def one_at_a_time(call: Callable[_P, _R]) -> Callable[_P, _R]:
             raise
         finally:
             busy.release()
-            park_at_exit()
 
     return guarded
 
@@ -140,7 +131,6 @@ class Engine(abc.ABC):
 
     def __init__(self) -> None:
         self.busy = threading.RLock()  # held by the thread that is in a call
-        _engines.add(self)
         self.lost: set[int] = set()  # ranks that errors of this rank's calls have named
         self.num_calls = 0
 
@@ -486,13 +476,3 @@ class Engine(abc.ABC):
         except TransportError as error:
             if error.peer is None or error.peer not in named:
                 raise
-
-
-@atexit.register
-def _wait_for_threads() -> None:
-    """Waits for the calls of other threads, which end there: see `park_at_exit`."""
-    end_calls()
-    deadline = time.monotonic() + _EXIT_S
-    for engine in list(_engines):
-        if engine.busy.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            engine.busy.release()
