@@ -12,13 +12,18 @@ namespace hybrid_ep {
 namespace {
 
 // Allowed while another thread captures.
-bool have_passed(const cudaEvent_t* events, int num) {
+bool have_passed(const std::vector<cudaEvent_t>& events, int num) {
   const RelaxedCaptureMode relaxed;
-  return std::all_of(events, events + num, [](cudaEvent_t e) { return is_done(cudaEventQuery(e), "cudaEventQuery"); });
+  return std::all_of(events.begin(), events.begin() + num,
+                     [](cudaEvent_t e) { return is_done(cudaEventQuery(e), "cudaEventQuery"); });
 }
 
-void wait_for_events(const cudaEvent_t* events, int num, cudaStream_t stream) {
+void wait_for_events(const std::vector<cudaEvent_t>& events, int num, cudaStream_t stream) {
   for (int i = 0; i < num; ++i) check_cuda(cudaStreamWaitEvent(stream, events[i], 0), "cudaStreamWaitEvent");
+}
+
+void add_stream(std::vector<cudaStream_t>& streams, cudaStream_t stream) {
+  if (std::find(streams.begin(), streams.end(), stream) == streams.end()) streams.push_back(stream);
 }
 
 }  // namespace
@@ -26,12 +31,6 @@ void wait_for_events(const cudaEvent_t* events, int num, cudaStream_t stream) {
 SlotPool::SlotPool(int num_slots, int device, CurrentStream current_stream)
     : device_(device), slots_(num_slots > 0 ? num_slots - 1 : 0), current_stream_(std::move(current_stream)) {
   require(num_slots >= 1, "num_slots", num_slots, "≥ 1");
-  const DeviceGuard guard(device_);
-  for (Slot& slot : slots_) {
-    for (cudaEvent_t& event : slot.events) {
-      check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
-    }
-  }
 }
 
 SlotPool::~SlotPool() {
@@ -66,7 +65,7 @@ int SlotPool::take_eager(cudaStream_t stream) {
       slot.has_unknown_users = true;  // the last replay may still run
     }
     if (!wait_for_users(slot, stream)) continue;
-    slot.stream = stream;
+    slot.streams.assign(1, stream);
     slot.holders = 1;
     return static_cast<int>(i) + 1;
   }
@@ -78,7 +77,7 @@ int SlotPool::take_captured(cudaStream_t stream, const Capture& capture) {
     Slot& slot = slots_[i];
     if (slot.holders > 0 || slot.capture_id != capture.id || slot.num_events == 0) continue;
     wait_for_events(slot.events, slot.num_events, stream);
-    slot.stream = stream;
+    slot.streams.assign(1, stream);
     slot.holders = 1;
     return static_cast<int>(i) + 1;
   }
@@ -90,7 +89,7 @@ int SlotPool::take_captured(cudaStream_t stream, const Capture& capture) {
     slot.graph_end = end_of(capture.graph);
     slot.capture_id = capture.id;
     slot.num_events = 0;
-    slot.stream = stream;
+    slot.streams.assign(1, stream);
     slot.holders = 1;
     return static_cast<int>(i) + 1;
   }
@@ -110,6 +109,12 @@ bool SlotPool::wait_for_users(Slot& slot, cudaStream_t stream) const {
     wait_for_events(slot.events, slot.num_events, stream);
   }
   return true;
+}
+
+void SlotPool::record_stream(int slot_idx, cudaStream_t stream) {
+  if (slot_idx == 0) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  add_stream(slots_.at(slot_idx - 1).streams, stream);
 }
 
 void SlotPool::hold(int slot_idx) {
@@ -135,16 +140,22 @@ void SlotPool::release(int slot_idx) {
   slots_[slot_idx - 1].holders = 0;
 }
 
-std::optional<int> SlotPool::record(const Slot& slot) const try {
+std::optional<int> SlotPool::record(Slot& slot) const try {
   const std::optional<cudaStream_t> current = current_stream_();
   if (!current.has_value()) return std::nullopt;
   const DeviceGuard guard(device_);
-  const auto record_on = [&](cudaEvent_t event, cudaStream_t stream) {
-    return capture_of(stream).id == slot.capture_id && cudaEventRecord(event, stream) == cudaSuccess;
-  };
-  if (!record_on(slot.events[0], slot.stream)) return std::nullopt;
-  if (*current == slot.stream) return 1;
-  return record_on(slot.events[1], *current) ? std::optional(2) : std::nullopt;
+  add_stream(slot.streams, *current);
+  int num_events = 0;
+  for (const cudaStream_t stream : slot.streams) {
+    if (num_events == static_cast<int>(slot.events.size())) {
+      cudaEvent_t event = nullptr;
+      if (cudaEventCreateWithFlags(&event, cudaEventDisableTiming) != cudaSuccess) return std::nullopt;
+      slot.events.push_back(event);
+    }
+    if (capture_of(stream).id != slot.capture_id) return std::nullopt;
+    if (cudaEventRecord(slot.events[num_events++], stream) != cudaSuccess) return std::nullopt;
+  }
+  return num_events;
 } catch (const CudaError&) {
   return std::nullopt;
 }

@@ -1,9 +1,10 @@
 // The receive arena as a pool of equal slots: which results hold a slot, and when it may be used again.
 //
 // The rows of a dispatch arrive in a slot, and its results are tensors that hold the slot. When the last hold is
-// released, an event is recorded on the stream of the dispatch, another on the current stream, and the slot is free;
-// its next user waits for both. So a result may be freed under another stream than the one that uses it, as with
-// torch's own memory. No result holds slot 0: rows that are copied out arrive there, and partial rows of combine.
+// released, an event is recorded on the stream of the dispatch, on every stream that `record_stream` has named, and on
+// the current stream. Then the slot is free; its next user waits for all of them. So a result may be freed under
+// another stream than the one that uses it, as with torch's own memory. No result holds slot 0: rows that are copied
+// out arrive there, and partial rows of combine.
 //
 // A slot that is taken in a capture belongs to the graph until the graph is destroyed: every replay writes it. The same
 // capture can take it again after its results have died. No other call can.
@@ -49,6 +50,8 @@ class SlotPool {
   // runs in tensor destructors and never throws.
   void hold(int slot_idx);
   void release(int slot_idx);
+  // Must be called while the slot is held: `stream` uses it, too.
+  void record_stream(int slot_idx, cudaStream_t stream);
 
   int num_slots() const { return static_cast<int>(slots_.size()); }  // without slot 0
   int num_free() const;
@@ -56,10 +59,9 @@ class SlotPool {
  private:
   struct Slot {
     int holders = 0;
-    cudaStream_t stream = nullptr;   // that took it
-    bool has_unknown_users = false;  // an event could not be recorded when it was released
-    // Of `stream`, and of the stream that was current at the release, if that is another one.
-    cudaEvent_t events[2] = {};
+    std::vector<cudaStream_t> streams;  // that use it: the first took it, and the last was current at the release
+    bool has_unknown_users = false;     // an event could not be recorded when it was released
+    std::vector<cudaEvent_t> events;    // one for each of the most streams so far
     int num_events = 0;                 // that were recorded at the last release
     unsigned long long capture_id = 0;  // of the graph that the slot belongs to; 0: it belongs to none
     GraphEnd graph_end;
@@ -68,9 +70,9 @@ class SlotPool {
   int take_eager(cudaStream_t stream);
   int take_captured(cudaStream_t stream, const Capture& capture);
   bool wait_for_users(Slot& slot, cudaStream_t stream) const;
-  // Records the events of a slot; returns how many, or nothing if that did not work. Never throws. The streams must be
-  // of the slot's capture, or of none where it has none.
-  std::optional<int> record(const Slot& slot) const;
+  // Records an event on each stream of a slot; returns how many, or nothing if that did not work. Never throws. The
+  // streams must be of the slot's capture, or of none where it has none.
+  std::optional<int> record(Slot& slot) const;
 
   mutable std::mutex mutex_;
   int device_;

@@ -97,7 +97,7 @@ class BaseBuffer:
         self._engine: Engine | None = made
         usable = None if self.group is None else functools.partial(operator.contains, self._groups, self.group)
         self._repeats = Memo(usable)
-        self._comm_stream = CommStream(made.device)
+        self._comm_stream = CommStream(made.device, made.record_stream)
         self.grid = made.grid
         self.number = made.number  # of the buffer among those of its group, equal at all ranks
         self.lost = made.lost  # ranks that errors of calls have named, also of calls before the end

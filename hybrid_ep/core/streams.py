@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
@@ -37,10 +38,13 @@ class CommStream:
     Args:
         device: of the buffer; None = the GPU that is current at each call. Streams are those of this GPU, whatever
             thread calls: a new thread begins with the first GPU.
+        record_stream: method of the buffer's engine, which this object does not keep alive.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        self._device = device
+    def __init__(
+        self, device: torch.device | None, record_stream: Callable[[torch.Tensor, torch.Stream], None]
+    ) -> None:
+        self._device, self._record_stream = device, weakref.WeakMethod(record_stream)
         self._stream: torch.cuda.Stream | None = None
 
     def get(self) -> torch.Stream:
@@ -100,10 +104,12 @@ class CommStream:
             return EventOverlap(EventHandle())
         stream, current = self.get(), torch.cuda.current_stream(self._device)
         assert isinstance(stream, torch.cuda.Stream)
+        record_stream = self._record_stream()
+        assert record_stream is not None
         for tensor in tensors:
             if tensor is not None and tensor.is_cuda:
-                tensor.record_stream(stream)
-                tensor.record_stream(current)
+                record_stream(tensor, stream)
+                record_stream(tensor, current)
         if not async_finish:
             return EventOverlap()
         with torch.cuda.stream(stream):

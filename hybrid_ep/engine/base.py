@@ -443,6 +443,10 @@ class Engine(abc.ABC):
         Every rank must do so, equally often, and make its next call when all have.
         """
 
+    def record_stream(self, tensor: Tensor, stream: torch.Stream) -> None:
+        """Local: says that `stream` uses a tensor, as `Tensor.record_stream`, which knows torch's own memory only."""
+        tensor.record_stream(stream)
+
     def low_latency_memory(self) -> Tensor:
         """Local: ``[n]`` uint8, this rank's memory where rows of low-latency calls land; empty without one."""
         return torch.empty(0, dtype=torch.uint8, device=self.device or "cpu")

@@ -218,20 +218,33 @@ def check_calls_of_two_threads(device: str = "cpu") -> None:
 
 
 def check_results_freed_under_another_stream(device: str) -> None:
-    """A result of stream A is freed while stream B is current: the next dispatch on B does not write what A reads."""
-    with hybrid_ep.HybridEPBuffer(dist.group.WORLD, _HIDDEN, 1024, 1) as buffer:
-        num_experts, x = dist.get_world_size(), _tokens(device, 1024)
-        topk_idx = torch.zeros(1024, 1, dtype=torch.int64, device=device)
+    """A result of stream A is freed while stream B is current: the next dispatch on B does not write what A reads.
 
-        def dispatch(rows: Tensor) -> Tensor:
-            received: Tensor = buffer.dispatch_with_permute(
+    The dispatch runs on A, or asynchronously on the communication stream.
+    """
+    num_experts, x = dist.get_world_size(), _tokens(device, 1024)
+    topk_idx = torch.full((1024, 1), dist.get_rank(), dtype=torch.int64, device=device)
+    group = dist.group.WORLD
+    with hybrid_ep.HybridEPBuffer(group, _HIDDEN, 1024, 1) as hybrid, hybrid_ep.Buffer(group) as buffer:
+
+        def by_expert(rows: Tensor) -> Tensor:
+            received: Tensor = hybrid.dispatch_with_permute(
                 hidden=rows, topk_idx=topk_idx, num_of_experts=num_experts, num_permuted_tokens=1024, non_blocking=True
             )[0]
             return received
 
+        def asynchronous(rows: Tensor) -> Tensor:
+            per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, num_experts)
+            layout = {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
+            received, *_, event = buffer.dispatch(
+                rows, topk_idx=topk_idx, num_worst_tokens=1024, async_finish=True, **layout
+            )
+            event.current_stream_wait()
+            return received
+
         one, other = torch.cuda.Stream(), torch.cuda.Stream()
         torch.cuda.synchronize()
-        for _ in range(4):
+        for dispatch in (by_expert, asynchronous) * 4:
             with torch.cuda.stream(one):
                 rows = dispatch(x)
                 torch.cuda._sleep(50_000_000)
@@ -241,7 +254,7 @@ def check_results_freed_under_another_stream(device: str) -> None:
                 for _ in range(6):  # as many as take every slot
                     dispatch(-x)
             torch.cuda.synchronize()
-            assert torch.equal(copy, x), "the slot was written while another stream read it"
+            assert torch.equal(copy, x), f"{dispatch.__name__}: the slot was written while another stream read it"
 
 
 def check_memory_freed_in_a_capture(device: str) -> None:

@@ -119,6 +119,16 @@ void check_slots() {
   pool.release(slot);
   slot = take(4);
   expect({{4, 3}}, 1, "one stream has one event");
+  pool.record_stream(slot, handle_of(5));
+  pool.record_stream(slot, handle_of(4));
+  current = 6;
+  pool.release(slot);
+  slot = take(4);
+  expect({{4, 4}, {4, 5}, {4, 6}}, 3, "the next user waits for all streams that have used the slot");
+  current = 4;
+  pool.release(slot);
+  slot = take(6);
+  expect({{6, 4}}, 1, "streams of an earlier result are forgotten");
 }
 
 }  // namespace

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,14 @@ from hybrid_ep.core.event import EventHandle, EventOverlap
 class FakeStream:
     def wait_stream(self, other: FakeStream) -> None:
         pass
+
+
+class Engine:
+    def __init__(self) -> None:
+        self.users: list[tuple[object, object]] = []
+
+    def record_stream(self, tensor: object, stream: object) -> None:
+        self.users.append((tensor, stream))
 
 
 def test_a_thread_whose_gpu_is_another_takes_the_streams_of_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,10 +48,12 @@ def test_a_thread_whose_gpu_is_another_takes_the_streams_of_the_buffer(monkeypat
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch.cuda, "Stream", OwnStream)
     monkeypatch.setattr(EventHandle, "__init__", lambda self: None)
-    comm = streams.CommStream(mine)
+    result, engine = mock.Mock(is_cuda=True), Engine()
+    comm = streams.CommStream(mine, engine.record_stream)
     with comm.scope(None, True):
         pass
-    assert isinstance(comm.finish(None, True, ()), EventOverlap)
+    assert isinstance(comm.finish(None, True, (result,)), EventOverlap)
+    assert [(tensor, type(stream)) for tensor, stream in engine.users] == [(result, OwnStream), (result, FakeStream)]
     assert asked
     assert {given for _, given in asked} == {mine}
 

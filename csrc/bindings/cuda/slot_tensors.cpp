@@ -55,6 +55,11 @@ SlotTensors::SlotTensors(uintptr_t base, int64_t slot_bytes, int num_slots, int 
       pool_(std::make_shared<SlotPool>(num_slots, device,
                                        stream_getter(CurrentStream(device, std::move(current_stream))))) {}
 
+void SlotTensors::record_stream(uintptr_t address, cudaStream_t stream) {
+  const auto slot_idx = static_cast<int64_t>((address - base_) / static_cast<uintptr_t>(slot_bytes_));
+  if (address >= base_ && slot_idx <= pool_->num_slots()) pool_->record_stream(static_cast<int>(slot_idx), stream);
+}
+
 SlotResults SlotTensors::tensors(int slot_idx, const DispatchPlan& plan, int64_t num_rows, const py::object& memory,
                                  uintptr_t route) {
   const bool is_permuted = plan.pad_multiple > 0;
@@ -128,6 +133,12 @@ void add_slot_pool(py::module_& module) {
       .def(
           "note_use", [](SlotTensors& self, uintptr_t stream) { self.pool().note_use(stream_of(stream)); },
           py::arg("stream"))
+      .def(
+          "record_stream",
+          [](SlotTensors& self, uintptr_t address, uintptr_t stream) {
+            self.record_stream(address, stream_of(stream));
+          },
+          py::arg("address"), py::arg("stream"))
       .def(
           "release", [](SlotTensors& self, int slot_idx) { self.pool().release(slot_idx); }, py::arg("slot_idx"))
       .def(

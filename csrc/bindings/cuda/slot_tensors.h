@@ -51,6 +51,8 @@ class SlotTensors {
   SlotPool& pool() { return *pool_; }
   const SlotPool& pool() const { return *pool_; }
   int64_t slot_bytes() const { return slot_bytes_; }
+  // Does as SlotPool::record_stream for the slot that has this address; nothing for any other memory.
+  void record_stream(uintptr_t address, cudaStream_t stream);
 
   // The results of a dispatch.
   // - In the slot, with num_rows rows: rows, experts, weights, scales. They hold the slot in place of the taker. An

@@ -1,17 +1,18 @@
 """The receive arena: symmetric memory in equal slots. Results are views of the slots in which their rows arrived.
 
 The rows of a dispatch arrive in a free slot of the pool, and the results are views of that slot: nothing is copied. The
-storage of each result holds the slot. When the last view is freed, an event is recorded on the current stream, and the
-next user of the slot waits for it. If no slot is free, rows arrive in slot 0 and are copied to memory of torch's
-allocator. Slot 0 also receives combine's partial rows.
+storage of each result holds the slot. When the last view is freed, events are recorded on the streams that have used
+it, and the next user of the slot waits for them. If no slot is free, rows arrive in slot 0 and are copied to memory of
+torch's allocator. Slot 0 also receives combine's partial rows.
 
 A slot that is taken while a CUDA graph is captured belongs to the graph until the graph is destroyed.
 
 The pool begins with two slots. A rank without a free slot publishes that with its dispatch. All ranks grow their pools
 before the same later call (`Communicator.slots_agreed`). Results of the old pool keep its memory while they live.
 
-If a result is used on another stream, the caller must keep it until that use has ended: `Tensor.record_stream` does not
-work on memory that torch did not allocate.
+A call on the communication stream also names the caller's stream as a user of its results. If a result is used on yet
+another stream, the caller must keep it until that use has ended: `Tensor.record_stream` does not work on memory that
+torch did not allocate.
 """
 
 from __future__ import annotations
@@ -233,6 +234,12 @@ class Arena:
     def note_use(self, stream: int) -> None:
         """Must be called by other users of slot 0. A captured use keeps the memory for good."""
         self.pool.note_use(stream)
+
+    def record_stream(self, tensor: Tensor, stream: torch.Stream) -> None:
+        """See `Engine.record_stream`. Memory of an earlier pool serves no other call."""
+        tensor.record_stream(stream)
+        assert isinstance(stream, torch.cuda.Stream)
+        self.pool.record_stream(tensor.data_ptr(), stream.cuda_stream)
 
     def _replace(self, slot_bytes: int, num_slots: int) -> None:
         # A peer may still be writing here, and freeing a mapping does not wait for it: so a barrier comes first.

@@ -154,6 +154,9 @@ class CudaBetween(LowLatencyChoice):
             self._low_latency_kernels.lost = self.lost
         super().barrier()
 
+    def record_stream(self, tensor: Tensor, stream: torch.Stream) -> None:
+        self._arena.record_stream(tensor, stream)
+
     @property
     def memory_bytes(self) -> int:
         kernels = self._low_latency_kernels

@@ -298,6 +298,9 @@ class CudaEngine(Engine):
         self._torch.allow_masks(only_masks_lost=only_masks_lost)
         self._low_latency.takes_masks, self._low_latency.only_masks_lost = True, only_masks_lost
 
+    def record_stream(self, tensor: Tensor, stream: torch.Stream) -> None:
+        self._arena.record_stream(tensor, stream)
+
     def low_latency_memory(self) -> Tensor:
         return self._low_latency.rows_memory()
 
