@@ -235,7 +235,8 @@ def check_results_freed_under_another_stream(device: str) -> None:
 
         def asynchronous(rows: Tensor) -> Tensor:
             per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, num_experts)
-            layout = {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
+            layout: dict[str, Any] = {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank}
+            layout["num_tokens_per_expert"] = per_expert
             received: Tensor
             received, *_, event = buffer.dispatch(
                 rows, topk_idx=topk_idx, num_worst_tokens=1024, async_finish=True, **layout
