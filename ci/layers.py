@@ -37,11 +37,15 @@ PYTHON: list[list[str]] = [
     ["transport"],
     ["topology"],
     ["testing"],
+    ["agree"],
     ["quantize"],
     ["core"],
     ["workload"],
     ["inputs", "launcher", "outputs", "packages"],
-    ["checks", "rendezvous", "watched"],
+    ["agree.rendezvous"],
+    ["agree.board"],
+    ["agree.within"],
+    ["checks", "watched"],
     ["env"],
     ["errors", "_version"],
     ["_C", "_cuda", "_nvml", "_nvshmem", "_verbs"],
@@ -49,7 +53,8 @@ PYTHON: list[list[str]] = [
 # The operator's half, hybrid_ep/cluster, may import these rooms of the library; only `cli` may name a module of it.
 CLUSTER_IMPORTS = {
     *("topology", "report", "workload"),
-    *("checks", "inputs", "launcher", "outputs", "packages", "rendezvous", "watched"),
+    *("agree.board", "agree.rendezvous", "agree.within"),
+    *("checks", "inputs", "launcher", "outputs", "packages", "watched"),
     *("env", "errors", "_version"),
     *("_C", "_cuda", "_nvml", "_verbs"),
 }

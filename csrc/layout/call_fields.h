@@ -1,4 +1,4 @@
-// What the ranks of a call must agree on. hybrid_ep/engine/agreement.py has the fields' names and values, and the
+// What the ranks of a call must agree on. hybrid_ep/agree/fields.py has the fields' names and values, and the
 // wording of errors. A field that a call does not have is kAbsent.
 #pragma once
 

@@ -41,7 +41,7 @@ struct ExpertRange {
 };
 
 // A dispatch as the engine asks for it. DispatchShape in hybrid_ep/engine/cuda/plan.py has the same fields, and says
-// what they are. Types of elements are numbered as hybrid_ep/engine/agreement.py does it.
+// what they are. Types of elements are numbered as hybrid_ep/agree/fields.py does it.
 struct DispatchRequest {
   int num_tokens, hidden, dtype;
   int num_scales, scale_dtype;  // scale_dtype: kAbsent without scales
@@ -55,7 +55,7 @@ struct DispatchRequest {
   std::optional<int> refusal;
 };
 
-// What ranks publish of a dispatch, as hybrid_ep/engine/agreement.py numbers it.
+// What ranks publish of a dispatch, as hybrid_ep/agree/fields.py numbers it.
 struct DispatchCall {
   int dtype, scale_dtype;  // kAbsent without scales
   bool has_topk;           // whether the routing came as top-k indices

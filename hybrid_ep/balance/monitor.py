@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep import env
+from hybrid_ep.agree.refusals import at_rank
+from hybrid_ep.agree.roll_call import gather_all
 from hybrid_ep.balance.placement import ExpertPlacement
 from hybrid_ep.balance.rebalance import require_loads
 from hybrid_ep.checks import require, require_instance, require_int, require_path, require_seconds
-from hybrid_ep.core.board import Board, rendezvous_all
 from hybrid_ep.core.checks import require_device, require_tensor
-from hybrid_ep.engine.refusals import at_rank
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.inputs import read_json_input
 
@@ -154,15 +154,8 @@ class LoadMonitor:
         """
         rank, what = dist.get_rank(group), "sum of loads"
         mine = list(self._shape) if refusal is None else at_rank(refusal, rank)
-        texts, _ = rendezvous_all(
-            Board.of(group),
-            what,
-            rank,
-            dist.get_world_size(group),
-            json.dumps(mine),
-            timeout_s=timeout_s,
-            where=what,
-            missed="it has not called loads",
+        texts, _ = gather_all(
+            group, what, json.dumps(mine), timeout_s=timeout_s, where=what, missed="it has not called loads"
         )
         shapes = [json.loads(text) for text in texts]
         # A rank that refuses the call raises its own error.

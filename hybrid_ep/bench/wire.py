@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep import env
+from hybrid_ep.agree.roll_call import RollCall
 from hybrid_ep.bench.machine import rank_device
 from hybrid_ep.bench.measure import RowCounts, count_rows, owners
 from hybrid_ep.bench.plan import CALLS, BenchPlan, Candidate
 from hybrid_ep.bench.timing import Times, time_calls
 from hybrid_ep.core.layout import first_occurrence
 from hybrid_ep.engine.cuda.symmetric import SymmetricMemory
-from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.engine.select import choose_engine
 from hybrid_ep.errors import TopologyError
 from hybrid_ep.testing.batch import make_routing

@@ -38,7 +38,7 @@ def collective(name: str, *, is_local: Callable[..., bool] = _never) -> Callable
     rank raises the error. Tensors are read without torch's function modes, as by `plain_tensors`.
 
     Args:
-        name: of the call, one of `engine.agreement.CALLS`. Its first argument is the buffer.
+        name: of the call, one of `agree.fields.CALLS`. Its first argument is the buffer.
         is_local: takes the arguments of the call, of which any may be wrong; returns whether no rank sends anything.
     """
 

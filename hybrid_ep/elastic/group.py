@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
-from hybrid_ep.core.board import Board
-from hybrid_ep.core.within import UnfinishedError, run_within
+from hybrid_ep.agree.board import Board
+from hybrid_ep.agree.within import UnfinishedError, run_within
 
 __all__ = ["Lineage", "abandon", "board_of", "follow", "job_of", "lineage_of", "make_group", "root_board"]
 

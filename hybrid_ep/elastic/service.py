@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from hybrid_ep.agree.board import Board, StoreLostError
+from hybrid_ep.agree.rendezvous import rendezvous
 from hybrid_ep.balance.placement import ExpertPlacement
 from hybrid_ep.buffers.base import BaseBuffer
 from hybrid_ep.checks import require, require_int, require_seconds
-from hybrid_ep.core.board import Board, StoreLostError, rendezvous
 from hybrid_ep.core.host import host_name
 from hybrid_ep.elastic.attempt import (
     KINDS,

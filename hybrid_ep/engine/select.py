@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from hybrid_ep import env
+from hybrid_ep.agree.roll_call import gather_all
 from hybrid_ep.checks import require_seconds
-from hybrid_ep.core.board import Board, rendezvous_all
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.host import host_name
 from hybrid_ep.engine.base import Engine
@@ -25,7 +25,6 @@ from hybrid_ep.transport.choice import TransportState, agree_on_transport, surve
 __all__ = ["Choice", "choose_engine", "make_engine"]
 
 _LOG = logging.getLogger("hybrid_ep")
-_MIN_MEETING_S = 1.0  # processes that start together are some milliseconds apart
 _said: set[str] = set()
 
 
@@ -191,7 +190,10 @@ def _agree(
     mine = _vote(num_ranks_per_domain, asked)
     votes, number = [mine], 0
     if group is not None and num_ranks > 1:
-        votes, number = _exchange_votes(Board.of(group), mine, rank, num_ranks, timeout_s)
+        texts, number = gather_all(
+            group, "buffer", mine.as_json(), timeout_s=timeout_s, where="making a buffer", missed="it has made none"
+        )
+        votes = [_Vote.of(json.loads(text)) for text in texts]
     for rank, other in enumerate(votes):
         for name in ("engine", "num_ranks_per_domain", "low_latency_between"):
             ours, theirs = getattr(mine, name), getattr(other, name)
@@ -211,15 +213,6 @@ def _agree(
     if choice.name == "cuda" and grid.num_domains > 1:
         _require_same_transport(votes)
     return choice, grid, number
-
-
-def _exchange_votes(board: Board, mine: _Vote, rank: int, num_ranks: int, timeout_s: float) -> tuple[list[_Vote], int]:
-    """Returns the votes of all ranks for one buffer, and its number."""
-    where, timeout_s = "making a buffer", max(timeout_s, _MIN_MEETING_S)
-    texts, number = rendezvous_all(
-        board, "buffer", rank, num_ranks, mine.as_json(), timeout_s=timeout_s, where=where, missed="it has made none"
-    )
-    return [_Vote.of(json.loads(text)) for text in texts], number
 
 
 def _choose(choices: list[Choice], votes: Sequence[_Vote], grid: RankGrid, asked: str) -> Choice:

@@ -88,7 +88,7 @@ def gather_domains(
     """
     import torch.distributed as dist
 
-    from hybrid_ep.core.board import Board, rendezvous_all
+    from hybrid_ep.agree.roll_call import gather_all
 
     by_idx = {gpu.gpu_idx: gpu for gpu in topology.gpus}
     if gpu_idx not in by_idx:
@@ -104,11 +104,9 @@ def gather_domains(
     )
     world = dist.group.WORLD if group is None else group
     assert world is not None
-    texts, _ = rendezvous_all(
-        Board.of(world),
+    texts, _ = gather_all(
+        world,
         "search for domains",
-        mine.rank,
-        dist.get_world_size(world),
         mine.to_json(),
         timeout_s=env.TIMEOUT_S.get() if timeout_s is None else timeout_s,
         where="domains",

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from hybrid_ep import env
+from hybrid_ep.agree.rendezvous import exchange, refuse
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.host import host_name
 from hybrid_ep.errors import ClosedError, ConfigError, TransportError
-from hybrid_ep.rendezvous import exchange, refuse
 from hybrid_ep.topology import near_cpus, probe
 from hybrid_ep.transport import nvshmem
 from hybrid_ep.transport.choice import TransportChoice, TransportState, agree_on_transport, survey
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["DomainLink", "Ring", "connect_link", "open_link"]
 
 _WHERE = "a link between domains"
-_MIN_TIMEOUT_S = 1.0  # processes that start together are some milliseconds apart
 
 
 @dataclass(frozen=True)
@@ -165,23 +163,14 @@ def open_link(
         TimeoutError: a rank has not come in time.
         TransportError: a connection could not be made.
     """
-    from hybrid_ep.core.board import Board, rendezvous_all
+    from hybrid_ep.agree.board import Board
+    from hybrid_ep.agree.roll_call import gather_all
 
     asked = env.TRANSPORT.get() if asked is None else asked
-    board = Board.of(group)
     size = grid.num_ranks_per_domain
     mine = json.dumps({"host": host_name(), "states": [asdict(state) for state in survey()], "size": size})
     # The store and no collective: that would wait for a lost rank for the group's own timeout, and name no rank.
-    texts, number = rendezvous_all(
-        board,
-        "link",
-        grid.rank,
-        grid.num_ranks,
-        mine,
-        timeout_s=max(timeout_s, _MIN_TIMEOUT_S),
-        where=_WHERE,
-        missed="it has not come",
-    )
+    texts, number = gather_all(group, "link", mine, timeout_s=timeout_s, where=_WHERE)
     votes = [json.loads(text) for text in texts]
     for rank, vote in enumerate(votes):
         if vote["size"] != votes[0]["size"]:
@@ -192,7 +181,8 @@ def open_link(
     choice = agree_on_transport(by_rank, [vote["host"] for vote in votes], asked)
     if choice.name == "nvshmem" and not hasattr(native, "BetweenCommunicator"):
         raise ConfigError("transport is 'nvshmem' without the cuda engine; allowed then: verbs, tcp or loopback")
-    store, prefix = board.store, f"{board.name}/link {number}"
+    board = Board.of(group).at(f"link {number}")
+    store, prefix = board.store, board.name
     return connect_link(
         choice,
         store,
@@ -257,8 +247,7 @@ def connect_link(
         exchange(store, f"{prefix}/{step}", grid.rank, grid.peers, b"", timeout_s, where=where)
     except ConnectionError as error:
         domain_idx, what = error.args
-        with contextlib.suppress(RuntimeError):  # the others then wait until their deadline
-            refuse(store, f"{prefix}/{step}", grid.rank, what)
+        refuse(store, f"{prefix}/{step}", grid.rank, what)
         raise TransportError(where, grid.rank, None if domain_idx < 0 else grid.peers[domain_idx], what) from error
     return DomainLink(choice, proxy, grid, num_near, memory, kernels)
 

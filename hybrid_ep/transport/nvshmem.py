@@ -20,8 +20,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybrid_ep.agree.rendezvous import exchange, refuse
 from hybrid_ep.errors import CudaError, TransportError
-from hybrid_ep.rendezvous import exchange, refuse
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -28,8 +28,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep import Buffer, HybridEPBuffer, TransportError, env
+from hybrid_ep.agree.board import Board
+from hybrid_ep.agree.rendezvous import rendezvous
 from hybrid_ep.balance import ExpertPlacement
-from hybrid_ep.core.board import Board, rendezvous
 from hybrid_ep.elastic import recover
 from hybrid_ep.testing.cluster import RankError, VirtualCluster
 

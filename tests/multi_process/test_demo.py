@@ -8,6 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from hybrid_ep.agree.fields import FIELDS
 from hybrid_ep.cli import main
 from hybrid_ep.demo import run as demo_run
 from hybrid_ep.demo.lose_rank import LossResult
@@ -15,7 +16,6 @@ from hybrid_ep.demo.results import DemoResult
 from hybrid_ep.demo.settings import PATHS, Settings
 from hybrid_ep.demo.skew import run_skewed
 from hybrid_ep.demo.verify import RankCheck, allowed_fraction, check_path
-from hybrid_ep.engine.agreement import FIELDS
 from hybrid_ep.engine.calls import MIN_TOKENS_TO_SUM
 from hybrid_ep.testing.batch import make_routing
 from tests.conftest import RunRanks

@@ -19,8 +19,8 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 from hybrid_ep import Buffer, HybridEPBuffer, TopologyError, TransportError
+from hybrid_ep.agree.board import Board
 from hybrid_ep.balance import ExpertPlacement
-from hybrid_ep.core.board import Board
 from hybrid_ep.elastic import join, recover, waiting
 from hybrid_ep.elastic.group import make_group
 from hybrid_ep.errors import ConfigError, TimeoutError

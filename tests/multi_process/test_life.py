@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_ep import Buffer, ClosedError, ConfigError, ElasticBuffer, HybridEPBuffer, TimeoutError, TransportError
-from hybrid_ep.core.board import Board, StoreLostError
+from hybrid_ep.agree.board import Board, StoreLostError
 from hybrid_ep.engine.torch import exchange, link
 from hybrid_ep.nn import MoELayer
 from hybrid_ep.testing.cluster import VirtualCluster

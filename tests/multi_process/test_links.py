@@ -180,7 +180,7 @@ def _has_nics() -> bool:
 
 
 def _come_alone() -> tuple[str, int | None, str]:
-    from hybrid_ep.rendezvous import exchange
+    from hybrid_ep.agree.rendezvous import exchange
 
     if dist.get_rank() != 0:
         return "", None, ""
@@ -201,7 +201,7 @@ def test_missing_ranks_are_named(run_ranks: RunRanks) -> None:
 
 
 def _refuse() -> tuple[str, int | None, str]:
-    from hybrid_ep.rendezvous import exchange, refuse
+    from hybrid_ep.agree.rendezvous import exchange, refuse
 
     store: Any = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 1:

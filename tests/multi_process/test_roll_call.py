@@ -13,8 +13,8 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 import hybrid_ep
+from hybrid_ep.agree.roll_call import RollCall, roll_call_among
 from hybrid_ep.engine.cuda.symmetric import SymmetricMemory
-from hybrid_ep.engine.roll_call import RollCall, roll_call_among
 from hybrid_ep.testing.cluster import VirtualCluster
 
 NUM_RANKS = 3
@@ -102,7 +102,7 @@ def _meet_alone(number: int, alone: int) -> str:
     rank = dist.get_rank()
     roll_call = RollCall(dist.group.WORLD, rank, 1.5, number)
     if rank == alone:
-        with pytest.raises(hybrid_ep.TimeoutError, match="have not come"):
+        with pytest.raises(hybrid_ep.TimeoutError, match="it has not come; ranks"):
             roll_call.gather("step", "alone")
     dist.barrier()
     return ", ".join(roll_call.gather("step", str(rank)).values())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybrid_ep import ConfigError
-from hybrid_ep.engine.agreement import CALLS, DTYPES, FIELDS, dtype_code, encode, require_agreement
+from hybrid_ep.agree.fields import CALLS, DTYPES, FIELDS, dtype_code, encode, require_agreement
 
 CALL = {"buffer": 0, "call": 0, "call_number": 7, "num_experts": 8, "num_topk": 2, "hidden": 128, "has_weights": 1}
 

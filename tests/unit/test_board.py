@@ -8,8 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import HashStore, Store
 
-from hybrid_ep.core import board as under_test
-from hybrid_ep.core.board import Board, StoreLostError, rendezvous
+from hybrid_ep.agree import rendezvous as under_test
+from hybrid_ep.agree.board import Board, StoreLostError
+from hybrid_ep.agree.rendezvous import rendezvous
 
 
 class EndingStore(Store):

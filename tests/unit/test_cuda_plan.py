@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hybrid_ep import Buffer, ConfigError, CudaError
+from hybrid_ep.agree.fields import DTYPES
 from hybrid_ep.checks import MAX_TOPK
-from hybrid_ep.engine.agreement import DTYPES
 from hybrid_ep.engine.calls import MIN_TOKENS_TO_SUM, NO_SUMS
 
 pytest.importorskip("hybrid_ep._cuda")

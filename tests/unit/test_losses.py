@@ -8,8 +8,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from hybrid_ep.core.board import Board, StoreLostError
-from hybrid_ep.engine.losses import Losses, LossLog
+from hybrid_ep.agree.board import Board, StoreLostError
+from hybrid_ep.agree.losses import Losses, LossLog
 
 
 def _board() -> Board:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from torch.distributed import HashStore
 
-from hybrid_ep.core.board import Board, StoreLostError
-from hybrid_ep.engine.refusals import Refusals
+from hybrid_ep.agree.board import Board, StoreLostError
+from hybrid_ep.agree.refusals import Refusals
 from hybrid_ep.errors import ConfigError
 
 

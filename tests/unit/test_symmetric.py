@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hybrid_ep.agree.roll_call import RollCall
 from hybrid_ep.engine.cuda.symmetric import SymmetricMemory
-from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from hybrid_ep.core.within import UnfinishedError, run_within
+from hybrid_ep.agree.within import UnfinishedError, run_within
 
 
 def test_a_call_gives_its_result_or_its_error() -> None:
@@ -39,7 +39,7 @@ def test_it_waits_no_longer_than_the_limit() -> None:
 _JOB = """
 import datetime, sys, threading, time
 import torch.distributed as dist
-from hybrid_ep.core.within import run_within
+from hybrid_ep.agree.within import run_within
 
 class Late:
     def __del__(self, sleep=time.sleep):

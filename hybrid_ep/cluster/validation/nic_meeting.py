@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from hybrid_ep.agree.rendezvous import exchange, refuse
 from hybrid_ep.cluster.doctor import Unreadable
 from hybrid_ep.cluster.doctor.active.gpu_direct import End, open_gpu_end
 from hybrid_ep.cluster.validation.perftest import (
@@ -34,7 +35,6 @@ from hybrid_ep.cluster.validation.perftest import (
     write_to,
 )
 from hybrid_ep.errors import HybridEPError, TopologyError, TransportError
-from hybrid_ep.rendezvous import exchange, refuse
 from hybrid_ep.topology import Topology
 
 if TYPE_CHECKING:

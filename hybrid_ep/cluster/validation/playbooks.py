@@ -151,9 +151,9 @@ def nic_bandwidth_command(ctx: click.Context, gid_index: int | None, limit_s: fl
     from torch._C._distributed_c10d import TCPStore
 
     from hybrid_ep import env
+    from hybrid_ep.agree.rendezvous import exchange
     from hybrid_ep.cluster.validation.nic_meeting import measure_between
     from hybrid_ep.launcher import find_launcher
-    from hybrid_ep.rendezvous import exchange
     from hybrid_ep.topology import probe
 
     launcher = find_launcher()

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from hybrid_ep import _cuda
+from hybrid_ep.agree.roll_call import RollCall
 from hybrid_ep.core.streams import current_raw_stream, is_capturing
 from hybrid_ep.engine.cuda.route import Route
 from hybrid_ep.engine.cuda.symmetric import SymmetricMemory, kept
-from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.errors import ConfigError
 
 __all__ = ["Arena", "DispatchOutput", "SlotLease"]

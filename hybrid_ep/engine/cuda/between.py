@@ -17,13 +17,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep import _cuda, env
-from hybrid_ep.core.board import Board
+from hybrid_ep.agree.blame import Blame
+from hybrid_ep.agree.board import Board
+from hybrid_ep.agree.fields import ABSENT
+from hybrid_ep.agree.losses import Losses
+from hybrid_ep.agree.refusals import Refusals
+from hybrid_ep.agree.roll_call import RollCall, roll_call_among
 from hybrid_ep.core.checks import packed
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.streams import current_raw_stream, is_capturing
-from hybrid_ep.engine.agreement import ABSENT
 from hybrid_ep.engine.base import one_at_a_time
-from hybrid_ep.engine.blame import Blame
 from hybrid_ep.engine.calls import (
     CachedDispatchRequest,
     Combined,
@@ -52,9 +55,6 @@ from hybrid_ep.engine.cuda.plan import (
 from hybrid_ep.engine.cuda.refuse import refuse_between
 from hybrid_ep.engine.cuda.route import HostCounts, address, aligned_rows, route_memory
 from hybrid_ep.engine.cuda.symmetric import SymmetricMemory, map_peers_of
-from hybrid_ep.engine.losses import Losses
-from hybrid_ep.engine.refusals import Refusals
-from hybrid_ep.engine.roll_call import RollCall, roll_call_among
 from hybrid_ep.errors import ConfigError, HybridEPError, TimeoutError, TransportError
 from hybrid_ep.transport import Ring, open_link
 

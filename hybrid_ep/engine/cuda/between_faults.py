@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hybrid_ep import _cuda
+from hybrid_ep.agree.blame import Blame, blamed
+from hybrid_ep.agree.refusals import Refusals
 from hybrid_ep.core.geometry import RankGrid
-from hybrid_ep.engine.blame import Blame, blamed
 from hybrid_ep.engine.cuda.faults import as_error, rank_of
-from hybrid_ep.engine.refusals import Refusals
 from hybrid_ep.errors import HybridEPError, TimeoutError, TransportError
 from hybrid_ep.transport import DomainLink
 

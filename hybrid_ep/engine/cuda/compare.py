@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import torch
 
-from hybrid_ep.engine.agreement import CALLS, encode, format_code, require_agreement
+from hybrid_ep.agree.fields import CALLS, encode, format_code, require_agreement
+from hybrid_ep.agree.roll_call import RollCall
 from hybrid_ep.engine.calls import LowLatencyDispatchRequest
-from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.errors import ConfigError, HybridEPError
 
 __all__ = ["compare_calls", "compare_first_calls", "refuse_first_call"]

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hybrid_ep import _cuda
+from hybrid_ep.agree.fields import ABSENT
 from hybrid_ep.core.streams import is_capturing
-from hybrid_ep.engine.agreement import ABSENT
 from hybrid_ep.engine.calls import (
     CachedDispatchRequest,
     Dispatched,

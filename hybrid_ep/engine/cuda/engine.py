@@ -17,7 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep import _cuda, env
-from hybrid_ep.core.board import Board
+from hybrid_ep.agree.board import Board
+from hybrid_ep.agree.losses import Losses
+from hybrid_ep.agree.refusals import Refusals
+from hybrid_ep.agree.roll_call import RollCall
 from hybrid_ep.core.checks import Passed
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.streams import current_raw_stream, is_capturing
@@ -67,9 +70,6 @@ from hybrid_ep.engine.cuda.repeated import (
 )
 from hybrid_ep.engine.cuda.route import Route, route_memory
 from hybrid_ep.engine.cuda.symmetric import SymmetricMemory, kept
-from hybrid_ep.engine.losses import Losses
-from hybrid_ep.engine.refusals import Refusals
-from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.engine.torch.engine import TorchEngine
 from hybrid_ep.errors import ConfigError, HybridEPError, TimeoutError, TransportError
 

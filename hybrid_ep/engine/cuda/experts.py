@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from hybrid_ep import _cuda
+from hybrid_ep.agree.roll_call import RollCall
 from hybrid_ep.core.streams import is_capturing
 from hybrid_ep.engine.calls import ExpertCopies
 from hybrid_ep.engine.cuda.arena import Arena
 from hybrid_ep.engine.cuda.symmetric import SymmetricMemory
-from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.errors import ConfigError
 
 __all__ = ["ExpertCopier"]

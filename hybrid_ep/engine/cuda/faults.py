@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from hybrid_ep import _cuda
+from hybrid_ep.agree.fields import ABSENT, CALLS, disagreement
+from hybrid_ep.agree.refusals import Refusals
 from hybrid_ep.core.geometry import RankGrid
-from hybrid_ep.engine.agreement import ABSENT, CALLS, disagreement
 from hybrid_ep.engine.calls import missing_signal
 from hybrid_ep.engine.cuda.plan import refusal_of
-from hybrid_ep.engine.refusals import Refusals
 from hybrid_ep.errors import ConfigError, HybridEPError, OverflowError, TimeoutError
 
 __all__ = ["as_error", "low_latency_counter", "rank_of"]

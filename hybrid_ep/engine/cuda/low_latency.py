@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from hybrid_ep import _cuda
-from hybrid_ep.core.board import Board
+from hybrid_ep.agree.board import Board
+from hybrid_ep.agree.losses import Losses
+from hybrid_ep.agree.roll_call import RollCall
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.streams import is_capturing
 from hybrid_ep.engine.calls import (
@@ -35,8 +37,6 @@ from hybrid_ep.engine.cuda.low_latency_region import Buffers, Region, set_last_c
 from hybrid_ep.engine.cuda.plan import LowLatencyPlan, plan_low_latency
 from hybrid_ep.engine.cuda.route import aligned, route_memory
 from hybrid_ep.engine.cuda.symmetric import SymmetricMemory
-from hybrid_ep.engine.losses import Losses
-from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.errors import ClosedError, ConfigError, HybridEPError, TransportError
 from hybrid_ep.quantize import RowFormat
 

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from hybrid_ep import _cuda
-from hybrid_ep.core.board import Board
+from hybrid_ep.agree.board import Board
+from hybrid_ep.agree.losses import Losses
+from hybrid_ep.agree.roll_call import RollCall
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.engine.calls import (
     LowLatencyDispatchRequest,
@@ -26,8 +28,6 @@ from hybrid_ep.engine.cuda.low_latency import CudaLowLatency
 from hybrid_ep.engine.cuda.low_latency_region import Region
 from hybrid_ep.engine.cuda.plan import MAX_PLANS, LowLatencyPlan, plan_low_latency
 from hybrid_ep.engine.cuda.symmetric import SymmetricMemory
-from hybrid_ep.engine.losses import Losses
-from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.errors import HybridEPError, TransportError
 from hybrid_ep.quantize import RowFormat
 from hybrid_ep.transport import DomainLink, Ring

@@ -11,15 +11,15 @@ from collections.abc import Callable, Collection, Iterable
 import torch
 
 from hybrid_ep import _cuda
-from hybrid_ep.core.board import Board
+from hybrid_ep.agree.blame import Blame, blamed
+from hybrid_ep.agree.board import Board
+from hybrid_ep.agree.fields import FIELDS, disagreement
+from hybrid_ep.agree.losses import Losses
+from hybrid_ep.agree.refusals import Refusals
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.streams import is_capturing
-from hybrid_ep.engine.agreement import FIELDS, disagreement
-from hybrid_ep.engine.blame import Blame, blamed
 from hybrid_ep.engine.cuda.faults import as_error
 from hybrid_ep.engine.cuda.low_latency_region import Region, RegionsInUse
-from hybrid_ep.engine.losses import Losses
-from hybrid_ep.engine.refusals import Refusals
 from hybrid_ep.errors import HybridEPError, OverflowError, TimeoutError, TransportError
 
 __all__ = ["LowLatencyFaults", "is_loss"]

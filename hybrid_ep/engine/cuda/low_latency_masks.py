@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from hybrid_ep import _cuda
-from hybrid_ep.core.board import Board
+from hybrid_ep.agree.board import Board
+from hybrid_ep.agree.losses import Losses
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.streams import is_capturing
 from hybrid_ep.engine.cuda.low_latency_faults import LowLatencyFaults, is_loss
-from hybrid_ep.engine.losses import Losses
 from hybrid_ep.errors import HybridEPError, TransportError
 
 __all__ = ["LowLatencyMasks"]

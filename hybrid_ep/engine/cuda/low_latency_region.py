@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybrid_ep import _cuda
-from hybrid_ep.core.board import Board, StoreLostError
+from hybrid_ep.agree.board import Board, StoreLostError
 from hybrid_ep.engine.cuda.symmetric import SymmetricMemory
 from hybrid_ep.errors import ConfigError
 

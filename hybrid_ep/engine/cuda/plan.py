@@ -12,8 +12,8 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from hybrid_ep import _cuda
+from hybrid_ep.agree.fields import ABSENT, dtype_code, format_code, too_many_tokens
 from hybrid_ep.core.geometry import RankGrid
-from hybrid_ep.engine.agreement import ABSENT, dtype_code, format_code, too_many_tokens
 from hybrid_ep.engine.calls import (
     CachedDispatchRequest,
     CombineRequest,

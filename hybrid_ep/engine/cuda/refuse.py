@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybrid_ep import _cuda
-from hybrid_ep.engine.agreement import ABSENT
+from hybrid_ep.agree.fields import ABSENT
 from hybrid_ep.engine.calls import Rows
 from hybrid_ep.engine.cuda.between_combine import combine_without_rows
 from hybrid_ep.engine.cuda.between_route import RouteSizes

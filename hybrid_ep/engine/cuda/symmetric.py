@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybrid_ep.agree.roll_call import RollCall
 from hybrid_ep.core.streams import is_capturing
-from hybrid_ep.engine.roll_call import RollCall
 from hybrid_ep.errors import ConfigError, TopologyError
 
 __all__ = ["SymmetricMemory", "kept", "map_peers_of"]

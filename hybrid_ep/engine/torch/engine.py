@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybrid_ep.agree.fields import dtype_code
 from hybrid_ep.core.checks import packed
 from hybrid_ep.core.config import Config
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.layout import Permutation, compute_layout, permutation_by_expert
-from hybrid_ep.engine.agreement import dtype_code
 from hybrid_ep.engine.base import Engine, one_at_a_time
 from hybrid_ep.engine.calls import (
     CachedDispatchRequest,

@@ -21,13 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid_ep.core.board import Board, Rendezvous, StoreLostError, rendezvous
+from hybrid_ep.agree.blame import Blame, blamed
+from hybrid_ep.agree.board import Board, StoreLostError
+from hybrid_ep.agree.fields import CALLS, FIELDS, encode, first_refusal, require_agreement
+from hybrid_ep.agree.refusals import Refusals
+from hybrid_ep.agree.rendezvous import Rendezvous, rendezvous
 from hybrid_ep.core.checks import packed
 from hybrid_ep.core.geometry import RankGrid
-from hybrid_ep.engine.agreement import CALLS, FIELDS, encode, first_refusal, require_agreement
 from hybrid_ep.engine.base import Traffic
-from hybrid_ep.engine.blame import Blame, blamed
-from hybrid_ep.engine.refusals import Refusals
 from hybrid_ep.engine.torch.link import Link, uses_gloo
 from hybrid_ep.errors import ConfigError, TimeoutError, TransportError
 

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from hybrid_ep.core.board import Board, StoreLostError
-from hybrid_ep.core.within import UnfinishedError, run_within
+from hybrid_ep.agree.board import Board, StoreLostError
+from hybrid_ep.agree.within import UnfinishedError, run_within
 
 __all__ = ["Link", "uses_gloo"]
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybrid_ep.agree.fields import dtype_code, format_code
 from hybrid_ep.core.layout import compute_layout, permutation_by_expert
 from hybrid_ep.core.logfmt import cast_from_logfmt, cast_to_logfmt
-from hybrid_ep.engine.agreement import dtype_code, format_code
 from hybrid_ep.engine.calls import (
     SEND_TIMEOUT_DIVISOR,
     ExpertSignals,

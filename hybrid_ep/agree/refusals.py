@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 
-from hybrid_ep.core.board import Board, StoreLostError
+from hybrid_ep.agree.board import Board, StoreLostError
 from hybrid_ep.errors import ConfigError
 
 __all__ = ["Refusals", "at_rank"]

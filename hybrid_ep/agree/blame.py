@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import TypeVar
 
-from hybrid_ep.core.board import Board, StoreLostError
+from hybrid_ep.agree.board import Board, StoreLostError
 from hybrid_ep.errors import TransportError
 
 __all__ = ["Blame", "blamed"]

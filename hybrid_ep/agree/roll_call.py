@@ -1,24 +1,24 @@
 """A rendezvous of all ranks of a buffer, at the store of their group.
 
 It ends at the timeout, and its error names the missing ranks. A collective of the group would wait for the group's own
-timeout, of many minutes, and name no rank. A rank that comes to a meeting that had ended goes on to the next one. So a
-rank that has met alone does not miss the others for good.
+timeout, of many minutes, and name no rank.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from hybrid_ep.core.board import Board, StoreLostError, rendezvous
+from hybrid_ep.agree.board import Board
+from hybrid_ep.agree.rendezvous import meet
 from hybrid_ep.errors import TimeoutError, TransportError
 
-__all__ = ["RollCall", "roll_call_among"]
+__all__ = ["RollCall", "gather_all", "roll_call_among"]
 
-_LATE = "the other ranks have given up on this one, which was late"
 _MIN_TIMEOUT_S = 1.0  # processes that start together are some milliseconds apart
 
 
@@ -66,16 +66,48 @@ class RollCall:
             TimeoutError: a rank has not come in time.
             TransportError: the store cannot be reached.
         """
-        me = self.ranks[self.rank]
-        if self._board is None:
+        me, board = self.ranks[self.rank], self._board
+        if board is None:
             return {me: text}
-        told, is_late, limit_s = None, False, self.timeout_s + others_wait_s
-        while told is None:
+
+        def next_board() -> Board:
             self._num_meetings[where] += 1
-            board = self._board.at(f"{where}/{self._num_meetings[where]}")
-            told = _meet(board, where, me, self.ranks, text, limit_s, self.lost, is_late)
-            is_late = True
-        return told
+            return board.at(f"{where}/{self._num_meetings[where]}")
+
+        try:
+            return meet(next_board, where, me, self.ranks, text, timeout_s=self.timeout_s + others_wait_s)
+        except TimeoutError as error:
+            if error.peer is not None:
+                self.lost.add(error.peer)
+            raise
+
+
+def gather_all(
+    group: dist.ProcessGroup, what: str, text: str, *, timeout_s: float, where: str, missed: str = "it has not come"
+) -> tuple[list[str], int]:
+    """As `RollCall.gather`, of all ranks of a group that have no buffer together yet.
+
+    Args:
+        group: of the ranks.
+        what: name of the purpose, equal at all ranks.
+        text: of this rank.
+        timeout_s: how long to wait.
+        where, missed: as in `meet`.
+
+    Returns:
+        The texts by rank, and the number of the meeting. Meetings for `what` are counted, failed ones too.
+    """
+    board, rank, num_ranks = Board.of(group), dist.get_rank(group), dist.get_world_size(group)
+    number = 0
+
+    def next_board() -> Board:
+        nonlocal number
+        number = board.count(f"{what}s of rank {rank}") - 1
+        return board.at(f"{what} {number}/meeting")
+
+    timeout_s = max(timeout_s, _MIN_TIMEOUT_S)
+    texts = meet(next_board, where, rank, range(num_ranks), text, timeout_s=timeout_s, missed=missed)
+    return list(texts.values()), number
 
 
 def roll_call_among(group: dist.ProcessGroup, rank: int, ranks: range, timeout_s: float, number: int) -> RollCall:
@@ -90,8 +122,8 @@ def roll_call_among(group: dist.ProcessGroup, rank: int, ranks: range, timeout_s
     where, limit_s = "a group of ranks that map each other's memory", max(timeout_s, _MIN_TIMEOUT_S)
     # torch would name no rank. So ranks that have not come are found before torch waits for them.
     board = Board.of(group).at(f"buffer {number}/ranks {ranks[0]}-{ranks[-1]} by {ranks.step}")
-    if _meet(board, where, rank, ranks, "", limit_s, set()) is None:
-        raise TimeoutError(where, rank, None, _LATE, timeout_s=limit_s)
+    numbers = itertools.count()
+    meet(lambda: board.at(str(next(numbers))), where, rank, ranks, "", timeout_s=limit_s)
     try:
         made: dist.ProcessGroup = dist.new_group(
             [dist.get_global_rank(group, member) for member in ranks],
@@ -102,43 +134,3 @@ def roll_call_among(group: dist.ProcessGroup, rank: int, ranks: range, timeout_s
     except RuntimeError as error:
         raise TransportError(where, rank, None, f"ranks {list(ranks)} cannot be connected: {error}") from error
     return RollCall(made, ranks.index(rank), timeout_s, number, ranks=ranks)
-
-
-def _meet(
-    board: Board,
-    where: str,
-    rank: int,
-    ranks: Sequence[int],
-    text: str,
-    timeout_s: float,
-    lost: set[int],
-    is_late: bool = False,
-) -> dict[int, str] | None:
-    """Returns the text of each of `ranks` when all have come; None if the others had given up this rank before it came.
-
-    Adds to `lost` the rank that an error names as missing.
-
-    Args:
-        board, rank, ranks, text, timeout_s: as in `rendezvous`.
-        where: the step, for errors.
-        lost: ranks that errors have named.
-        is_late: this rank has missed the meeting before, at which the others may have waited for it.
-
-    Raises:
-        TimeoutError: a rank has not come in time.
-        TransportError: the store cannot be reached.
-    """
-    try:
-        joined = rendezvous(board, rank, ranks, text, timeout_s=timeout_s)
-    except StoreLostError as error:
-        raise TransportError(where, rank, None, f"the store of the process group is lost ({error})") from error
-    missing = sorted(set(ranks) - set(joined.members))
-    if rank in missing:
-        return None
-    if is_late and missing:
-        raise TimeoutError(where, rank, missing[0], _LATE, timeout_s=timeout_s)
-    if missing:
-        detail = f"ranks {missing} have not come" if len(missing) > 1 else "it has not come"
-        lost.add(missing[0])
-        raise TimeoutError(where, rank, missing[0], detail, timeout_s=timeout_s)
-    return {member: joined.texts[member] for member in ranks}

@@ -8,7 +8,7 @@ rank waits for another rank.
 
 from __future__ import annotations
 
-from hybrid_ep.core.board import Board, StoreLostError
+from hybrid_ep.agree.board import Board, StoreLostError
 from hybrid_ep.errors import TransportError
 
 __all__ = ["LossLog", "Losses"]
