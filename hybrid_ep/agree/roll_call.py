@@ -17,9 +17,9 @@ from hybrid_ep.agree.board import Board
 from hybrid_ep.agree.rendezvous import meet
 from hybrid_ep.errors import TimeoutError, TransportError
 
-__all__ = ["RollCall", "gather_all", "roll_call_among"]
+__all__ = ["MIN_TIMEOUT_S", "RollCall", "gather_all", "roll_call_among"]
 
-_MIN_TIMEOUT_S = 1.0  # processes that start together are some milliseconds apart
+MIN_TIMEOUT_S = 1.0  # processes that start together are some milliseconds apart
 
 
 class RollCall:
@@ -50,7 +50,7 @@ class RollCall:
         self.group, self.rank = group, rank
         self.num_ranks = 1 if group is None else dist.get_world_size(group)
         self.ranks = range(self.num_ranks) if ranks is None else ranks
-        self.timeout_s = max(timeout_s, _MIN_TIMEOUT_S)
+        self.timeout_s = max(timeout_s, MIN_TIMEOUT_S)
         self._board = None if group is None or self.num_ranks == 1 else Board.of(group).at(f"buffer {number}/memory")
         self._num_meetings: Counter[str] = Counter()  # of each step, that this rank has come to
 
@@ -105,7 +105,6 @@ def gather_all(
         number = board.count(f"{what}s of rank {rank}") - 1
         return board.at(f"{what} {number}/meeting")
 
-    timeout_s = max(timeout_s, _MIN_TIMEOUT_S)
     texts = meet(next_board, where, rank, range(num_ranks), text, timeout_s=timeout_s, missed=missed)
     return list(texts.values()), number
 
@@ -119,7 +118,7 @@ def roll_call_among(group: dist.ProcessGroup, rank: int, ranks: range, timeout_s
     """
     if len(ranks) == 1:
         return RollCall(None, 0, timeout_s, number, ranks=ranks)
-    where, limit_s = "a group of ranks that map each other's memory", max(timeout_s, _MIN_TIMEOUT_S)
+    where, limit_s = "a group of ranks that map each other's memory", max(timeout_s, MIN_TIMEOUT_S)
     # torch would name no rank. So ranks that have not come are found before torch waits for them.
     board = Board.of(group).at(f"buffer {number}/ranks {ranks[0]}-{ranks[-1]} by {ranks.step}")
     numbers = itertools.count()

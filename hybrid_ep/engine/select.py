@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_ep import env
-from hybrid_ep.agree.roll_call import gather_all
+from hybrid_ep.agree.roll_call import MIN_TIMEOUT_S, gather_all
 from hybrid_ep.checks import require_seconds
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.host import host_name
@@ -190,8 +190,9 @@ def _agree(
     mine = _vote(num_ranks_per_domain, asked)
     votes, number = [mine], 0
     if group is not None and num_ranks > 1:
+        limit_s, where = max(timeout_s, MIN_TIMEOUT_S), "making a buffer"
         texts, number = gather_all(
-            group, "buffer", mine.as_json(), timeout_s=timeout_s, where="making a buffer", missed="it has made none"
+            group, "buffer", mine.as_json(), timeout_s=limit_s, where=where, missed="it has made none"
         )
         votes = [_Vote.of(json.loads(text)) for text in texts]
     for rank, other in enumerate(votes):

@@ -164,13 +164,13 @@ def open_link(
         TransportError: a connection could not be made.
     """
     from hybrid_ep.agree.board import Board
-    from hybrid_ep.agree.roll_call import gather_all
+    from hybrid_ep.agree.roll_call import MIN_TIMEOUT_S, gather_all
 
     asked = env.TRANSPORT.get() if asked is None else asked
     size = grid.num_ranks_per_domain
     mine = json.dumps({"host": host_name(), "states": [asdict(state) for state in survey()], "size": size})
     # The store and no collective: that would wait for a lost rank for the group's own timeout, and name no rank.
-    texts, number = gather_all(group, "link", mine, timeout_s=timeout_s, where=_WHERE)
+    texts, number = gather_all(group, "link", mine, timeout_s=max(timeout_s, MIN_TIMEOUT_S), where=_WHERE)
     votes = [json.loads(text) for text in texts]
     for rank, vote in enumerate(votes):
         if vote["size"] != votes[0]["size"]:
