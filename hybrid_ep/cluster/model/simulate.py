@@ -9,7 +9,7 @@ import numpy as np
 from hybrid_ep import _C
 from hybrid_ep.checks import require, require_number
 from hybrid_ep.cluster.model.predict import predict, rows_of_record
-from hybrid_ep.cluster.model.protocol import Protocol, Ring, Times, random_batches
+from hybrid_ep.cluster.model.protocol import Plane, Protocol
 from hybrid_ep.cluster.model.question import Question
 from hybrid_ep.cluster.model.traffic import expected_rows, traffic_of
 from hybrid_ep.cluster.model.warps import (
@@ -21,7 +21,7 @@ from hybrid_ep.cluster.model.warps import (
     RECORDS_OF_PART,
 )
 
-__all__ = ["Tail", "ring_of", "simulate_tail", "times_of"]
+__all__ = ["Tail", "plane_of", "simulate_tail"]
 
 _KB_US = 1e3  # bytes per µs at 1 GB/s
 _JITTER_US = 1.0
@@ -48,34 +48,18 @@ class Tail:
     num_samples: int
 
 
-def ring_of(question: Question) -> Ring:
-    """The rings and warps of the engine."""
+def plane_of(question: Question) -> Plane:
+    """The rings and warps of the engine, and the steps of the protocol at the model's rates."""
+    machine, rows, num_sms = question.machine, expected_rows(question), question.num_sms
+    is_alone = question.num_ranks_per_domain == 1
     _, num_slots, slots_per_credit = _C.between_ring(num_domains=question.num_domains)
-    record = traffic_of(question, expected_rows(question), "dispatch").record
-    assert record is not None
-    return Ring(
-        num_slots,
-        slots_per_credit,
-        record.per_chunk,
-        min(RECORDS_OF_PART, record.per_chunk),
-        num_send_warps=DISPATCH_SEND_WARPS * question.num_sms,
-        num_forward_warps=DISPATCH_FORWARD_WARPS * question.num_sms,
-        num_push_warps=PUSH_WARPS * question.num_sms,
-        num_domain_warps=DOMAIN_WARPS * question.num_sms,
-        num_home_warps=HOME_WARPS * question.num_sms,
-        is_alone=question.num_ranks_per_domain == 1,
-    )
-
-
-def times_of(question: Question) -> Times:
-    """The steps of the protocol at the model's rates."""
-    machine, rows = question.machine, expected_rows(question)
     dispatch, combine = (traffic_of(question, rows, call) for call in ("dispatch", "combine"))
     assert dispatch.record is not None
     assert combine.record is not None
     fanout = rows_of_record(rows)
     byte_us = DISPATCH_SEND_WARPS / (machine.sm_push * _KB_US)
     sum_us = combine.record.num_bytes / (machine.warp_sum * _KB_US)
+    push_us = combine.record.num_bytes * PUSH_WARPS / (machine.sm_push * _KB_US)
     # Rows of one source within each domain, over NVLink of the rank that sends or receives most.
     arriving = rows.at_rank * (question.num_ranks_per_domain - 1)
     leaving = rows.at_rank.sum(1, keepdims=True) - rows.at_rank
@@ -84,12 +68,21 @@ def times_of(question: Question) -> Times:
     one_way = machine.proxy_us + machine.nic_latency_us
     # The model has the messages' way in it.
     counts_us, same_call_us = (one.fixed["domains agree"] for one in predict(question))
-    return Times(
+    return Plane(
+        num_slots,
+        slots_per_credit,
+        per_chunk=dispatch.record.per_chunk,
+        per_part=min(RECORDS_OF_PART, dispatch.record.per_chunk),
+        send_warps=DISPATCH_SEND_WARPS * num_sms,
+        forward_warps=DISPATCH_FORWARD_WARPS * num_sms,
+        push_warps=PUSH_WARPS * num_sms,
+        domain_warps=DOMAIN_WARPS * num_sms,
+        home_warps=HOME_WARPS * num_sms,
+        is_alone=is_alone,
         build=dispatch.record.num_bytes * byte_us,
         forward=dispatch.record.num_bytes * byte_us * fanout,
-        push=combine.record.num_bytes * PUSH_WARPS / (machine.sm_push * _KB_US),
-        part=machine.part_us,
-        sum=sum_us * fanout,
+        part=0.0 if is_alone else machine.part_us,
+        sum=push_us if is_alone else sum_us * fanout,
         sum_home=sum_us,
         nvlink=(own / (rows.num_tokens * rows.at_domain)).tolist(),
         own=own.tolist(),
@@ -117,15 +110,13 @@ def simulate_tail(question: Question, num_runs: int, seed: int, *, straggler: fl
     require_number("straggler", straggler, minimum=1, maximum=_MOST_TIMES_SLOWER)
     require(question.num_domains > 1, "domains", question.num_domains, "≥ 2 with --simulate")
     require(question.mode == "normal", "mode", question.mode, "normal with --simulate")
-    rows, ring, times = expected_rows(question), ring_of(question), times_of(question)
-    slowdown = np.ones(question.num_domains)
-    slowdown[0] = straggler
+    plane, num_domains, shares = plane_of(question), question.num_domains, expected_rows(question).at_domain
+    slowdown = np.array([straggler] + [1.0] * (num_domains - 1))
     found: tuple[list[float], list[float]] = ([], [])
-    for run in range(num_runs):
-        random = np.random.default_rng(seed + run)
-        batches = random_batches(random, 1, lambda: question.workload.num_tokens, rows.at_domain)
-        simulated = Protocol(ring, times, question.num_domains, seed + run, slowdown).run(batches)
-        for samples, of_call in zip(found, simulated, strict=True):
+    for run in range(seed, seed + num_runs):
+        random = np.random.default_rng(run)
+        tokens = [random.random((question.workload.num_tokens, num_domains)) < shares for _ in range(num_domains)]
+        for samples, of_call in zip(found, Protocol(plane, num_domains, run, slowdown).run([tokens]), strict=True):
             samples += of_call.tolist()
     tails = []
     for prediction, samples in zip(predict(question), found, strict=True):
