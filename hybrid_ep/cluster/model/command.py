@@ -10,7 +10,7 @@ from rich.console import Console
 from hybrid_ep.checks import require_int, require_number
 from hybrid_ep.cluster.model.machine import Machine
 from hybrid_ep.cluster.model.question import MODES, Question
-from hybrid_ep.cluster.model.report import answer, print_report
+from hybrid_ep.cluster.model.report import answer, print_answer
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.workload import DTYPES, ROUTINGS, SKEWS_PER_EXPONENT, ZIPF_EXPONENT, Workload, default_workload_sizes
 
@@ -107,12 +107,12 @@ def model(
     question = Question(workload, domains, ranks_per_domain, mode, num_sms, cached, in_graph, machine)
     if straggler != 1 and not simulate:
         raise ConfigError(f"straggler is {straggler:g} without a simulation; allowed: with --simulate")
-    report = answer(question, num_simulations=simulate, seed=seed, straggler=straggler)
+    document = answer(question, num_simulations=simulate, seed=seed, straggler=straggler)
     if as_json:
-        click.echo(json.dumps(report.to_json(), indent=2))
+        click.echo(json.dumps(document, indent=2))
     else:
-        print_report(report, Console())
-    if report.excesses:
+        print_answer(question, document, Console())
+    if not document["fits"]:
         raise click.exceptions.Exit(1)
 
 

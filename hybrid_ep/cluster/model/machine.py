@@ -90,25 +90,27 @@ class Machine:
         for name in ("nvlink_efficiency", "memory_efficiency", "sum_efficiency", "nic_efficiency"):
             require(getattr(self, name) <= 1, name, getattr(self, name), "0 … 1")
 
+    # Rates that rows or chunks reach, in bytes per µs.
+
     @property
     def nvlink_rate(self) -> float:
-        """GB/s that rows reach over NVLink, in each direction."""
-        return self.nvlink * self.nvlink_efficiency
+        return self.nvlink * self.nvlink_efficiency * 1e3
 
     @property
     def memory_rate(self) -> float:
-        """GB/s that rows reach in a GPU's memory, read and written."""
-        return self.memory * self.memory_efficiency
+        return self.memory * self.memory_efficiency * 1e3
 
     @property
     def low_latency_sum_rate(self) -> float:
-        """The same of the sums of a low-latency combine."""
-        return self.memory * self.sum_efficiency
+        return self.memory * self.sum_efficiency * 1e3
+
+    @property
+    def warp_sum_rate(self) -> float:
+        return self.warp_sum * 1e3
 
     @property
     def nic_rate(self) -> float:
-        """GB/s that chunks reach over the port, in each direction."""
-        return self.nic_gbits / 8 * self.nic_efficiency
+        return self.nic_gbits / 8 * self.nic_efficiency * 1e3
 
     @classmethod
     def sources(cls) -> dict[str, str]:
