@@ -17,9 +17,8 @@ from hybrid_ep import _C
 from hybrid_ep.cli import main
 from hybrid_ep.cluster.model import warps
 from hybrid_ep.cluster.model.limits import memory_of
-from hybrid_ep.cluster.model.machine import Machine
 from hybrid_ep.cluster.model.predict import predict
-from hybrid_ep.cluster.model.question import Question
+from hybrid_ep.cluster.model.question import Machine, Question
 from hybrid_ep.cluster.model.simulate import simulate_tail
 from hybrid_ep.cluster.model.spread import touched
 from hybrid_ep.cluster.model.traffic import expected_rows, traffic_of

@@ -24,21 +24,13 @@ _WORK_REQUESTS_PER_CHUNK = 2  # the chunk and its flag
 
 @dataclass(frozen=True)
 class Prediction:
-    """The time of one call, in µs.
+    """The time of one call, in µs."""
 
-    Attributes:
-        call: ``dispatch`` or ``combine``.
-        traffic: what it moves.
-        fixed: steps that do not overlap with rows, by name.
-        rows: what rows need, by hop; the slowest counts.
-        serial: whether the hops come one after the other instead of at once.
-    """
-
-    call: str
+    call: str  # "dispatch" or "combine"
     traffic: CallTraffic
-    fixed: dict[str, float]
-    rows: dict[str, float]
-    serial: bool
+    fixed: dict[str, float]  # steps that do not overlap with rows, by name
+    rows: dict[str, float]  # what rows need, by hop; the slowest counts
+    serial: bool  # whether the hops come one after the other instead of at once
 
     @property
     def total_us(self) -> float:
@@ -87,8 +79,11 @@ def _normal(question: Question, rows: Rows, call: str) -> Prediction:
         # Warps build the parts of a chunk, and others read it.
         build, read = _touch(question, rows, traffic, is_dispatch)
         transit = one_way + min(link.records_per_chunk * link.record_bytes, traffic.to_peer) / machine.nic_rate
-        fixed |= {"domains agree": _agreement(question, is_dispatch, one_way)}
-        fixed |= {"first chunk": build + transit, "last chunk": read}
+        fixed |= {
+            "domains agree": _agreement(question, is_dispatch, one_way),
+            "first chunk": build + transit,
+            "last chunk": read,
+        }
         hops |= network
         hops["messages"] = (_WORK_REQUESTS_PER_CHUNK * link.chunks + link.credits) * machine.post_us
         # To one peer: a window of chunks for each round trip of chunk, reading and credit.

@@ -37,49 +37,32 @@ class ProtocolError(Exception):
 
 
 class Plane(NamedTuple):
-    """One rank of each domain, all peers of each other: rings, warps, and the times of their steps in µs.
+    """One rank of each domain, all peers of each other: rings, warps of a rank, and times of their steps in µs."""
 
-    Attributes:
-        num_slots, slots_per_credit: S of the ring of a stream, and slots of a group.
-        per_chunk, per_part: records of a chunk, and of the part of it that a warp takes.
-        send_warps, forward_warps: of a rank, in dispatch.
-        push_warps, domain_warps, home_warps: of a rank, in combine.
-        is_alone: every rank is alone in its domain.
-        build, forward: of a record by a warp, in dispatch.
-        part, sum: of a warp that fills chunks in combine: for each part, and for each record of it.
-        sum_home: of a record by a warp, in combine.
-        nvlink, own: by domain: of a record's rows on their way within it, and of all of a rank's own rows there.
-        first_rows: by domain: of a combine, until the rows for one domain are at the rank that sums them.
-        agree: what a rank does after each exchange of control chunks, in dispatch and in combine.
-        latency, jitter: of a message, without its bytes; up to so much more, drawn for each.
-        record_bytes, rate: of dispatch and of combine; bytes per µs of a rank's port.
-        num_open: tokens that a warp at home holds.
-    """
-
-    num_slots: int
-    slots_per_credit: int
-    per_chunk: int
-    per_part: int
-    send_warps: int
+    num_slots: int  # S, of the ring of a stream
+    slots_per_credit: int  # of a group
+    per_chunk: int  # records
+    per_part: int  # records that a warp takes
+    send_warps: int  # of dispatch
     forward_warps: int
-    push_warps: int
+    push_warps: int  # of combine
     domain_warps: int
     home_warps: int
-    is_alone: bool
-    build: float
+    is_alone: bool  # every rank is alone in its domain
+    build: float  # of a record by a warp, in dispatch
     forward: float
-    part: float
+    part: float  # of a warp that fills chunks in combine: for each part, and for each record of it
     sum: float
-    sum_home: float
-    nvlink: Sequence[float]
-    own: Sequence[float]
-    first_rows: Sequence[float]
-    agree: tuple[float, float]
-    latency: float
-    jitter: float
-    record_bytes: tuple[float, float]
-    rate: float
-    num_open: int = 2
+    sum_home: float  # of a record by a warp, in combine
+    nvlink: Sequence[float]  # by domain: of a record's rows on their way within it
+    own: Sequence[float]  # by domain: of all of a rank's own rows on their way within it
+    first_rows: Sequence[float]  # by domain: until the rows for one domain are at the rank that sums them
+    agree: tuple[float, float]  # what a rank does after each exchange of control chunks; dispatch, combine
+    latency: float  # of a message, without its bytes
+    jitter: float  # up to so much more, drawn for each message
+    record_bytes: tuple[float, float]  # dispatch, combine
+    rate: float  # of a rank's port, bytes per µs
+    num_open: int = 2  # tokens that a warp at home holds
 
     def num_chunks(self, num_records: int) -> int:
         return -(-num_records // self.per_chunk)

@@ -9,9 +9,8 @@ from rich.console import Console
 
 from hybrid_ep.checks import require_int
 from hybrid_ep.cluster.model.limits import find_excesses, find_stops, memory_of, sweep_domains
-from hybrid_ep.cluster.model.machine import Machine
 from hybrid_ep.cluster.model.predict import Prediction
-from hybrid_ep.cluster.model.question import Question
+from hybrid_ep.cluster.model.question import Machine, Question
 from hybrid_ep.cluster.model.simulate import simulate_tail
 from hybrid_ep.cluster.model.traffic import HOPS, expected_rows
 from hybrid_ep.report.tables import NOTHING, Cell, DataTable

@@ -23,26 +23,17 @@ _COMBINE_CONTROL_BYTES = 16
 
 @dataclass(frozen=True)
 class Rows:
-    """Expected rows of one dispatch at each rank, ``[D, G]``; the shares are of one rank's tokens.
+    """Expected rows of one dispatch at each rank, ``[D, G]``."""
 
-    Attributes:
-        num_tokens: T.
-        at_rank, at_domain: share that goes to a rank; to a domain, ``[D]``.
-        copies: of all ranks' tokens for this rank's experts, one for each expert.
-        received: that arrive, including those of this rank's tokens.
-        within, kept: that a rank pushes to all ranks of its domain, for its own tokens and its peers'; to itself.
-        sent_between, held: tokens that a rank sends to its peers; that it forwards for them.
-    """
-
-    num_tokens: int
-    at_rank: _Array
-    at_domain: _Array
-    copies: _Array
-    received: _Array
-    within: _Array
-    kept: _Array
-    sent_between: _Array
-    held: _Array
+    num_tokens: int  # T
+    at_rank: _Array  # share of a rank's tokens that go to this one
+    at_domain: _Array  # share of them that go to a domain, [D]
+    copies: _Array  # of all ranks' tokens for this rank's experts, one for each expert
+    received: _Array  # that arrive, including those of this rank's tokens
+    within: _Array  # that a rank pushes to all ranks of its domain, for its own tokens and its peers'
+    kept: _Array  # that a rank pushes to itself; a part of `within`
+    sent_between: _Array  # tokens that a rank sends to its peers
+    held: _Array  # tokens that a rank forwards for its peers
 
     @property
     def remote_domains(self) -> float:
@@ -63,46 +54,28 @@ class Hop(NamedTuple):
 
 
 class LinkTraffic(NamedTuple):
-    """Messages between domains, by the names of the JSON document; all 0 in one domain.
+    """Messages between domains, by the names of the JSON document; all 0 in one domain."""
 
-    Attributes:
-        record_bytes, records_per_chunk: a record is a token on its way between domains.
-        chunks_to_fullest_peer: without those of control.
-        chunks, credits: that the most loaded rank sends, control included.
-        control_bytes: that a rank sends beside records.
-        in_flight_bytes_per_peer: that need no further credit.
-    """
-
-    record_bytes: int = 0
+    record_bytes: int = 0  # a record is a token on its way between domains
     records_per_chunk: int = 0
-    chunks_to_fullest_peer: int = 0
-    chunks: int = 0
-    credits: int = 0
-    control_bytes: int = 0
-    in_flight_bytes_per_peer: int = 0
+    chunks_to_fullest_peer: int = 0  # without those of control
+    chunks: int = 0  # that the most loaded rank sends, those of control included
+    credits: int = 0  # that it returns
+    control_bytes: int = 0  # that a rank sends beside records
+    in_flight_bytes_per_peer: int = 0  # that need no further credit
 
 
 @dataclass(frozen=True)
 class CallTraffic:
-    """The traffic of a call: bytes at the most loaded rank.
+    """The traffic of a call: bytes at the most loaded rank."""
 
-    Attributes:
-        hops: by name of `HOPS`.
-        link: messages between domains.
-        to_peer: of records to the peer that gets most.
-        pushed: of rows that SMs push for tokens of this domain.
-        forwarded: of rows that SMs forward from records, or sum for their sources.
-        copied: that low-latency and permuted calls write or sum in local memory.
-        cast: of BF16 rows that a low-latency dispatch casts.
-    """
-
-    hops: dict[str, Hop]
+    hops: dict[str, Hop]  # by name of `HOPS`
     link: LinkTraffic
-    to_peer: float
-    pushed: float
-    forwarded: float
-    copied: float
-    cast: int
+    to_peer: float  # of records to the peer that gets most
+    pushed: float  # of rows that SMs push for tokens of this domain
+    forwarded: float  # of rows that SMs forward from records, or sum for their sources
+    copied: float  # that low-latency and permuted calls write or sum in local memory
+    cast: int  # of BF16 rows that a low-latency dispatch casts
 
 
 def expected_rows(question: Question) -> Rows:
