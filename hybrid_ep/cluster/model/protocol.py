@@ -18,7 +18,7 @@ Arrivals may come in any order.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,8 @@ __all__ = ["Plane", "Protocol", "ProtocolError", "Stream"]
 _CONTROL_WARPS = 6
 _NO_ROW = -1  # of a token from a domain to which it does not go
 _OWN_PIECES = 64  # in which a rank's own rows cross NVLink, between those that it forwards
+
+Claim: TypeAlias = tuple[int, int, int]  # of a warp: a peer, the number of a chunk, and how many of its records
 
 
 class ProtocolError(Exception):
@@ -72,10 +74,9 @@ class Plane(NamedTuple):
 
 
 class Stream:
-    """The chunks from rank `a` to rank `b`, numbered without end. Methods take numbers from the last control chunk on.
+    """The chunks from rank `a` to rank `b`, numbered without end.
 
-    Attributes:
-        num_sent, num_read: chunks of earlier calls and control chunks, as the sender and the reader count them.
+    Methods count chunks from `num_sent` or `num_read` on: those of earlier calls, and of control, as each side knows.
     """
 
     def __init__(self, protocol: Protocol, a: int, b: int) -> None:
@@ -131,23 +132,19 @@ class Stream:
 
     def read(self, chunk: int, num_rows: int) -> None:
         """Notes rows that rank b has read; the credit of a group is returned with the last row of its last slot."""
-        if not self.is_here(chunk):
-            raise ProtocolError(f"rank {self.b} reads chunk {self.num_read + chunk} from {self.a} before it arrives")
         lap, slot = divmod(self.num_read + chunk, self.plane.num_slots)
+        group = slot // self.plane.slots_per_credit
         self.unread[slot] -= num_rows
-        if self.unread[slot] == 0:
-            group = slot // self.plane.slots_per_credit
-            self.slots_read[group] += 1
-            if self.slots_read[group] == self.plane.slots_per_credit:
-                self.slots_read[group] = 0
-                credit_us = self.plane.latency + self.protocol.jitter()
-                self.clock.start(self.return_credit(group, lap + 1), credit_us)
+        self.slots_read[group] += self.unread[slot] == 0
+        if self.slots_read[group] == self.plane.slots_per_credit:
+            self.slots_read[group] = 0
+            self.clock.start(self.return_credit(group, lap + 1), self.plane.latency + self.protocol.jitter())
 
     def return_credit(self, group: int, lap: int) -> Process:
         """Simulates a credit at its arrival."""
         self.credits[group] = max(self.credits[group], lap)
         self.clock.signal(self._credit_event(group))
-        self.clock.signal(any_credit_event(self.a))
+        self.clock.signal(f"rank {self.a}: any credit")
         yield from ()
 
     def _credit_event(self, group: int) -> str:
@@ -155,20 +152,6 @@ class Stream:
 
     def _chunk_event(self, slot: int) -> str:
         return f"rank {self.b}: chunk in slot {slot} from {self.a}"
-
-
-def any_credit_event(r: int) -> str:
-    return f"rank {r}: a credit from any rank"
-
-
-class _CombineCall(NamedTuple):
-    """A combine at rank r: records for each domain, its begin, records that warps have claimed, own ones summed."""
-
-    r: int
-    counts: list[int]
-    begin: float
-    claimed: list[int]
-    summed: set[int]
 
 
 class Protocol:
@@ -207,19 +190,13 @@ class Protocol:
             ProtocolError: a slot was overwritten, or a chunk is not the one waited for.
         """
         times = np.zeros((2 * len(batches), self.num_domains))
-        # [from][to]; on the diagonal, tokens that stay in the domain.
-        counts = [[goes.sum(0).tolist() for goes in batch] for batch in batches]
 
         def run_rank(r: int) -> Process:
             for call in range(len(times)):
                 if starts is not None:
                     yield float(starts[call, r])
-                begin, of_batch = self.clock.now, counts[call // 2]
-                to_others, from_others = of_batch[r], [of_rank[r] for of_rank in of_batch]
-                if call % 2 == 0:
-                    yield from self._dispatch(r, to_others, from_others)
-                else:
-                    yield from self._combine(r, batches[call // 2][r], from_others, to_others)
+                begin, goes = self.clock.now, batches[call // 2]
+                yield from (self._combine if call % 2 else self._dispatch)(r, goes)
                 times[call, r] = self.clock.now - begin
 
         for r in range(self.num_domains):
@@ -227,7 +204,8 @@ class Protocol:
         self.clock.run()
         return times
 
-    # Ports.
+    def jitter(self) -> float:
+        return self._random.random() * self.plane.jitter
 
     def leave_port(self, a: int, num_bytes: float) -> float:
         """Returns when the first byte leaves rank a."""
@@ -241,15 +219,10 @@ class Protocol:
         self.in_free[b] = max(self.clock.now, self.in_free[b]) + num_bytes / self.plane.rate * slow
         return self.in_free[b]
 
-    def jitter(self) -> float:
-        return self._random.random() * self.plane.jitter
-
     def _over_nvlink(self, r: int, microseconds: float) -> float:
         """Returns how long to wait until bytes have passed that need so long alone."""
         self.nvlink_free[r] = max(self.nvlink_free[r], self.clock.now) + microseconds
         return self.nvlink_free[r] - self.clock.now
-
-    # Both calls.
 
     def _peers(self, r: int) -> list[int]:
         return [(r + i) % self.num_domains for i in range(1, self.num_domains)]
@@ -271,35 +244,47 @@ class Protocol:
         yield from self.clock.join([publish(warp) for warp in range(_CONTROL_WARPS)], f"rank {r}: control")
         yield agree * self.slowdown[r]
 
-    def _run_warps(self, r: int, warps: list[Process], to_others: list[int], from_others: list[int]) -> Process:
-        """Waits until the warps have moved so many records."""
+    def _run_warps(self, r: int, warps: list[Process], sent: list[int], read: list[int]) -> Process:
+        """Waits until the warps have moved so many records of each peer."""
         yield from self.clock.join(warps, f"rank {r}: end of its warps")
         for d in self._peers(r):
-            self.streams[r, d].num_sent += self.plane.num_chunks(to_others[d])
-            self.streams[d, r].num_read += self.plane.num_chunks(from_others[d])
+            self.streams[r, d].num_sent += self.plane.num_chunks(sent[d])
+            self.streams[d, r].num_read += self.plane.num_chunks(read[d])
 
-    # Dispatch.
-
-    def _dispatch(self, r: int, to_others: list[int], from_others: list[int]) -> Process:
-        plane = self.plane
+    def _dispatch(self, r: int, goes: Sequence[NDArray[np.bool_]]) -> Process:
+        plane, slow = self.plane, self.slowdown[r]
         for _ in ("counts", "verdicts"):
             yield from self._exchange(r, plane.agree[0])
-        sending = self._claims(to_others, self.order_of_chunks(r, to_others), plane.send_warps)
-        forwarding = self._claims(from_others, self.order_of_chunks(r, from_others), plane.forward_warps)
-        warps = [self._send_records(r, to_others, sending) for _ in range(plane.send_warps)]
-        warps += [self._forward_records(r, forwarding) for _ in range(plane.forward_warps)]
-        warps.append(self._push_own(r))
-        yield from self._run_warps(r, warps, to_others, from_others)
+        sent, read = goes[r].sum(0).tolist(), [int(of_rank[:, r].sum()) for of_rank in goes]
+        sending = self._claims(sent, self.order_of_chunks(r, sent), plane.send_warps)
+        forwarding = self._claims(read, self.order_of_chunks(r, read), plane.forward_warps)
+
+        def send() -> Process:
+            for d, chunk, num_rows in sending:
+                yield from self.streams[r, d].wait_free(chunk)
+                yield num_rows * plane.build * slow
+                self.streams[r, d].write(chunk, num_rows, plane.rows_of_chunk(sent[d], chunk), plane.record_bytes[0])
+
+        def forward() -> Process:
+            for d, chunk, num_rows in forwarding:
+                yield from self.streams[d, r].wait_here(chunk)
+                yield max(num_rows * plane.forward * slow, self._over_nvlink(r, num_rows * plane.nvlink[r]))
+                self.streams[d, r].read(chunk, num_rows)
+
+        def push_own() -> Process:
+            for _ in range(_OWN_PIECES):
+                yield self._over_nvlink(r, plane.own[r] / _OWN_PIECES)
+
+        warps = [send() for _ in range(plane.send_warps)] + [forward() for _ in range(plane.forward_warps)]
+        yield from self._run_warps(r, [*warps, push_own()], sent, read)
 
     def order_of_chunks(self, r: int, counts: list[int]) -> list[tuple[int, int]]:
-        """Returns (peer, chunk) in the order in which warps claim them."""
+        """Returns (peer, chunk) in the order in which warps of a dispatch claim them."""
         peers = self._peers(r)
         return [(d, i) for i in range(max(self.plane.num_chunks(counts[d]) for d in peers)) for d in peers]
 
-    def _claims(
-        self, counts: list[int], chunks: list[tuple[int, int]], num_warps: int
-    ) -> Iterator[tuple[int, int, int]]:
-        """(peer, chunk, records) of what a warp claims: parts, and the last records singly, about one for each warp."""
+    def _claims(self, counts: list[int], chunks: list[tuple[int, int]], num_warps: int) -> Iterator[Claim]:
+        """Parts of the chunks, and the last records singly, about one for each warp."""
         first_single = len(chunks) - self.plane.num_chunks(num_warps)
         for place, (d, chunk) in enumerate(chunks):
             left, step = self.plane.rows_of_chunk(counts[d], chunk), self.plane.per_part if place < first_single else 1
@@ -307,117 +292,82 @@ class Protocol:
                 yield d, chunk, min(step, left)
                 left -= step
 
-    def _send_records(self, r: int, counts: list[int], claims: Iterator[tuple[int, int, int]]) -> Process:
-        for d, chunk, num_rows in claims:
-            yield from self.streams[r, d].wait_free(chunk)
-            yield num_rows * self.plane.build * self.slowdown[r]
-            rows_of_chunk = self.plane.rows_of_chunk(counts[d], chunk)
-            self.streams[r, d].write(chunk, num_rows, rows_of_chunk, self.plane.record_bytes[0])
-
-    def _forward_records(self, r: int, claims: Iterator[tuple[int, int, int]]) -> Process:
-        for d, chunk, num_rows in claims:
-            yield from self.streams[d, r].wait_here(chunk)
-            nvlink_us = self._over_nvlink(r, num_rows * self.plane.nvlink[r])
-            yield max(num_rows * self.plane.forward * self.slowdown[r], nvlink_us)
-            self.streams[d, r].read(chunk, num_rows)
-
-    def _push_own(self, r: int) -> Process:
-        for _ in range(_OWN_PIECES):
-            yield self._over_nvlink(r, self.plane.own[r] / _OWN_PIECES)
-
-    # Combine.
-
-    def _combine(self, r: int, goes: NDArray[np.bool_], to_others: list[int], from_others: list[int]) -> Process:
-        """`goes`, ``[T, D]``: the domains that send a row of a token home."""
-        plane = self.plane
+    def _combine(self, r: int, goes: Sequence[NDArray[np.bool_]]) -> Process:
+        plane, slow, num_domains = self.plane, self.slowdown[r], self.num_domains
         yield from self._exchange(r, plane.agree[1])
+        sent, own = [int(of_rank[:, r].sum()) for of_rank in goes], goes[r].copy()
         if plane.is_alone:
-            # Its own rows are read in place.
-            goes = goes.copy()
-            goes[:, r], to_others[r] = False, 0
-        call = _CombineCall(r, to_others, self.clock.now, [0] * self.num_domains, {_NO_ROW})
-        # The row of a token that comes from a domain is in that domain's order of this rank's tokens.
-        rows = iter(np.where(goes, goes.cumsum(0) - 1, _NO_ROW).tolist())
+            own[:, r], sent[r] = False, 0  # its own rows are read in place
+        begin, pushed_us = self.clock.now, num_domains * plane.first_rows[r] * slow
+        claimed, summed, is_summed = [0] * num_domains, {_NO_ROW}, f"rank {r}: sums of its own domain"
+        # The row of a token from a domain has the token's place among those that go there.
+        tokens = iter(np.where(own, own.cumsum(0) - 1, _NO_ROW).tolist())
 
-        def warp(turn: int, delay: float, fills: bool, goes_home: bool) -> Process:
+        def fill_chunks(turn: int) -> Process:
+            """Claims parts, of domain `turn` first, and writes their rows."""
+            while left := [d for d in range(num_domains) if claimed[d] < sent[d]]:
+                left.sort(key=lambda d: (d - turn) % num_domains)
+                d = self.choose(r, left, claimed)
+                if d is None:
+                    yield f"rank {r}: any credit"
+                    continue
+                first, turn = claimed[d], d + 1
+                chunk, place = divmod(first, plane.per_chunk)
+                rows_of_chunk = plane.rows_of_chunk(sent[d], chunk)
+                claimed[d] = end = first + min(plane.per_part, rows_of_chunk - place)
+                if d != r:
+                    yield from self.streams[r, d].wait_free(chunk)
+                # Rows are pushed for all domains in turn, chunk by chunk.
+                wait_us = max(0.0, begin + end / sent[d] * pushed_us - self.clock.now)
+                yield wait_us + (plane.part + (end - first) * plane.sum) * slow
+                if d != r:
+                    self.streams[r, d].write(chunk, end - first, rows_of_chunk, plane.record_bytes[1])
+                else:
+                    summed.update(range(first, end))
+                    self.clock.signal(is_summed)
+
+        def sum_home() -> Process:
+            """Takes tokens, and sums their rows; it does not wait for rows while it holds others."""
+            held: list[list[tuple[Stream, int]]] = []
+
+            def finish() -> Process:
+                chunks = held.pop(0)
+                yield (1 + len(chunks)) * plane.sum_home * slow
+                for stream, chunk in chunks:
+                    stream.read(chunk, 1)
+
+            for rows in tokens:
+                remote = ((d, row) for d, row in enumerate(rows) if d != r and row != _NO_ROW)
+                chunks = [(self.streams[d, r], row // plane.per_chunk) for d, row in remote]
+                while held and not (rows[r] in summed and self.are_here(chunks)):
+                    yield from finish()
+                for stream, chunk in chunks:
+                    yield from stream.wait_here(chunk)
+                while rows[r] not in summed:
+                    yield is_summed
+                held.append(chunks)
+                if len(held) == plane.num_open:
+                    yield from finish()
+            while held:
+                yield from finish()
+
+        def warp(delay: float, turn: int, fills: bool, goes_home: bool) -> Process:
             yield delay
             if fills:
-                yield from self._fill_chunks(call, turn)
+                yield from fill_chunks(turn)
             if goes_home:
-                yield from self._sum_home(call, rows)
+                yield from sum_home()
 
-        pushed_us = self.num_domains * plane.first_rows[r] * self.slowdown[r]
-        warps = [warp(turn, pushed_us, True, not plane.is_alone) for turn in range(plane.push_warps)]
-        warps += [warp(turn, 0.0, not plane.is_alone, True) for turn in range(plane.domain_warps)]
-        warps += [warp(0, 0.0, False, True) for _ in range(plane.home_warps)]
-        yield from self._run_warps(r, warps, to_others, from_others)
-
-    def _fill_chunks(self, call: _CombineCall, turn: int) -> Process:
-        """A warp that claims parts, of domain `turn` first, and writes their rows."""
-        r, plane, slow, num_domains = call.r, self.plane, self.slowdown[call.r], self.num_domains
-        pushed_us = num_domains * plane.first_rows[r] * slow
-        while True:
-            domains = [(turn + i) % num_domains for i in range(num_domains)]
-            left = [d for d in domains if call.claimed[d] < call.counts[d]]
-            if not left:
-                return
-            d = self.choose(r, left, call.claimed)
-            if d is None:
-                yield any_credit_event(r)
-                continue
-            first, turn = call.claimed[d], d + 1
-            chunk, place = divmod(first, plane.per_chunk)
-            rows_of_chunk = plane.rows_of_chunk(call.counts[d], chunk)
-            end = first + min(plane.per_part, rows_of_chunk - place)
-            call.claimed[d] = end
-            if d != r:
-                yield from self.streams[r, d].wait_free(chunk)
-            # Rows are pushed for all domains in turn, chunk by chunk.
-            wait_us = max(0.0, call.begin + end / call.counts[d] * pushed_us - self.clock.now)
-            yield wait_us + (plane.part + (end - first) * plane.sum) * slow
-            if d != r:
-                self.streams[r, d].write(chunk, end - first, rows_of_chunk, plane.record_bytes[1])
-            else:
-                call.summed.update(range(first, end))
-                self.clock.signal(summed_event(r))
+        warps = [warp(pushed_us, turn, True, not plane.is_alone) for turn in range(plane.push_warps)]
+        warps += [warp(0.0, turn, not plane.is_alone, True) for turn in range(plane.domain_warps)]
+        warps += [warp(0.0, 0, False, True) for _ in range(plane.home_warps)]
+        yield from self._run_warps(r, warps, sent, goes[r].sum(0).tolist())
 
     def choose(self, r: int, left: list[int], claimed: list[int]) -> int | None:
         """Returns the first of the domains left for which rank r may write its next row, or None."""
-        for d in left:
-            if d == r or self.streams[r, d].is_free(claimed[d] // self.plane.per_chunk):
-                return d
-        return None
+        free = (d for d in left if d == r or self.streams[r, d].is_free(claimed[d] // self.plane.per_chunk))
+        return next(free, None)
 
-    def _sum_home(self, call: _CombineCall, tokens: Iterator[list[int]]) -> Process:
-        """A warp that takes tokens, each given by the numbers of its rows from all domains, and sums their rows."""
-        r, held = call.r, list[list[tuple[Stream, int]]]()
-
-        def finish() -> Process:
-            chunks = held.pop(0)
-            yield (1 + len(chunks)) * self.plane.sum_home * self.slowdown[r]
-            for stream, chunk in chunks:
-                stream.read(chunk, 1)
-
-        for rows in tokens:
-            chunks = [
-                (self.streams[d, r], i // self.plane.per_chunk) for d, i in enumerate(rows) if d != r and i != _NO_ROW
-            ]
-            while held and not self.are_here(call, rows[r], chunks):
-                yield from finish()
-            for stream, chunk in chunks:
-                yield from stream.wait_here(chunk)
-            while rows[r] not in call.summed:
-                yield summed_event(r)
-            held.append(chunks)
-            if len(held) == self.plane.num_open:
-                yield from finish()
-        while held:
-            yield from finish()
-
-    def are_here(self, call: _CombineCall, own_row: int, chunks: list[tuple[Stream, int]]) -> bool:
-        """Whether a warp at home need not wait for the rows of a token."""
-        return own_row in call.summed and all(stream.is_here(chunk) for stream, chunk in chunks)
-
-
-def summed_event(r: int) -> str:
-    return f"rank {r}: sums of its own domain"
+    def are_here(self, chunks: list[tuple[Stream, int]]) -> bool:
+        """Whether a warp at home, which holds rows, can read further chunks without waiting."""
+        return all(stream.is_here(chunk) for stream, chunk in chunks)
