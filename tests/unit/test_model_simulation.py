@@ -81,40 +81,28 @@ def check_seed(seed: int) -> int:
     return protocol.clock.num_events
 
 
-# Mistakes, each as (class, method, what it does instead, error that it must cause):
-def return_no_credit(stream: Stream, group: int, lap: int) -> Process:
-    yield from ()
+order_of_chunks = Protocol.order_of_chunks
 
 
-def all_chunks_of_a_domain_first(protocol: Protocol, r: int, counts: list[int]) -> list[tuple[int, int]]:
-    return sorted(order_of_chunks(protocol, r, counts), key=lambda claim: (claim[0] - r) % protocol.num_domains)
-
-
-def last_domain_even_without_slot(protocol: Protocol, r: int, left: list[int], claimed: list[int]) -> int:
+def last_domain(protocol: Protocol, r: int, left: list[int], claimed: list[int]) -> int:
     return max(left, key=lambda d: (d - r) % protocol.num_domains)
 
 
-def one_order_even_without_slot(protocol: Protocol, r: int, left: list[int], claimed: list[int]) -> int:
+def one_order(protocol: Protocol, r: int, left: list[int], claimed: list[int]) -> int:
     return min(left, key=lambda d: (claimed[d] // protocol.plane.per_chunk, (d - r) % protocol.num_domains))
 
 
-order_of_chunks = Protocol.order_of_chunks
+def one_domain_first(protocol: Protocol, r: int, counts: list[int]) -> list[tuple[int, int]]:
+    return sorted(order_of_chunks(protocol, r, counts), key=lambda claim: (claim[0] - r) % protocol.num_domains)
+
+
+# Each mistake by the method that makes it, what that does instead, and the error that it must cause.
 MISTAKES: dict[str, tuple[type, str, Callable[..., object], type[Exception]]] = {
-    "credits are lost": (Stream, "return_credit", return_no_credit, DeadlockError),
-    "credits are not waited for": (Stream, "is_free", lambda stream, chunk: True, ProtocolError),
-    "a rank forwards all chunks of one domain before the next one's": (
-        Protocol,
-        "order_of_chunks",
-        all_chunks_of_a_domain_first,
-        DeadlockError,
-    ),
+    "credits are lost": (Stream, "return_credit", lambda *arguments: iter(()), DeadlockError),
+    "credits are not waited for": (Stream, "is_free", lambda *arguments: True, ProtocolError),
+    "chunks are forwarded domain by domain": (Protocol, "order_of_chunks", one_domain_first, DeadlockError),
     "a warp at home waits while it holds rows": (Protocol, "are_here", lambda *arguments: True, DeadlockError),
-    "a warp of combine claims a part whose slot is not free": (
-        Protocol,
-        "choose",
-        last_domain_even_without_slot,
-        DeadlockError,
-    ),
+    "a warp claims a part whose slot is not free": (Protocol, "choose", last_domain, DeadlockError),
 }
 
 
@@ -177,13 +165,13 @@ def test_ranks_that_are_alone_take_parts_of_any_domain_whose_slot_is_free(
     if not in_order:
         Protocol(plane, 3, 0).run([goes])
         return
-    monkeypatch.setattr(Protocol, "choose", one_order_even_without_slot)
+    monkeypatch.setattr(Protocol, "choose", one_order)
     with pytest.raises(DeadlockError, match=r"rank 0: chunk in slot \d from 1"):
         Protocol(plane, 3, 0).run([goes])
 
 
 def test_a_deadlock_says_what_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Stream, "return_credit", return_no_credit)
+    monkeypatch.setattr(Stream, "return_credit", lambda *arguments: iter(()))
     with pytest.raises(DeadlockError, match=r"rank \d: (credit of group \d from|chunk in slot \d from)"):
         check_seed(0)
 

@@ -61,8 +61,8 @@ def _normal(question: Question, rows: Rows, call: str) -> Prediction:
     if is_dispatch:
         own_us = machine.cached_us if question.is_cached else machine.dispatch_us
     fixed = {"launch": machine.launch_us, "ranks": own_us + machine.rank_us * question.num_ranks_per_domain}
-    nvlink, network = _hops(question, traffic)
-    hops = nvlink.copy()
+    hops = _times(traffic, "NVLink", machine.nvlink_rate)
+    pushed_us = max(hops.values())
     if question.mode == "permute":
         # Copies follow the rows, and sums run beside them.
         (fixed if is_dispatch else hops)["local memory"] = traffic.copied / machine.memory_rate
@@ -72,7 +72,7 @@ def _normal(question: Question, rows: Rows, call: str) -> Prediction:
         # Each row is sent once and summed once.
         hops["SMs"] = (traffic.hops["NVLink out"].most + traffic.pushed) / (num_sms * machine.sm_sum * 1e3)
     else:
-        hops["SMs"] = _sums(question, rows, traffic, max(nvlink.values()))
+        hops["SMs"] = _sums(question, rows, traffic, pushed_us)
     if question.num_domains > 1:
         link = traffic.link
         one_way = machine.proxy_us + machine.nic_latency_us
@@ -84,7 +84,7 @@ def _normal(question: Question, rows: Rows, call: str) -> Prediction:
             "first chunk": build + transit,
             "last chunk": read,
         }
-        hops |= network
+        hops |= _times(traffic, "network", machine.nic_rate)
         hops["messages"] = (_WORK_REQUESTS_PER_CHUNK * link.chunks + link.credits) * machine.post_us
         # To one peer: a window of chunks for each round trip of chunk, reading and credit.
         hops["credits"] = traffic.to_peer / link.in_flight_bytes_per_peer * (build + transit + read + one_way)
@@ -100,23 +100,19 @@ def _low_latency(question: Question, rows: Rows, call: str) -> Prediction:
     if question.in_graph:
         launch_us, rank_us = machine.graph_launch_us, machine.graph_rank_us
     fixed = {"launch": launch_us, "ranks": own_us + rank_us * question.num_ranks_per_domain}
-    nvlink, network = _hops(question, traffic)
     hops = {"cast": traffic.cast / (machine.cast * 1e3)} if traffic.cast > 0 else {}
-    hops |= _slower(nvlink) | {"local memory": traffic.copied / local_rate}
+    hops |= _slower(_times(traffic, "NVLink", machine.nvlink_rate))
+    hops |= {"local memory": traffic.copied / local_rate}
     if question.num_domains > 1:
-        hops |= _slower(network)
+        hops |= _slower(_times(traffic, "network", machine.nic_rate))
         fixed["link"] = machine.proxy_us + machine.nic_latency_us
         hops["messages"] = _WORK_REQUESTS_PER_CHUNK * traffic.link.chunks * machine.post_us
     return Prediction(call, traffic, fixed, hops, serial=True)
 
 
-def _hops(question: Question, traffic: CallTraffic) -> tuple[dict[str, float], dict[str, float]]:
-    """Returns the times of NVLink and of the network, by direction."""
-    nvlink, network = (
-        {name: hop.most / rate for name, hop in traffic.hops.items() if name.startswith(kind)}
-        for kind, rate in (("NVLink", question.machine.nvlink_rate), ("network", question.machine.nic_rate))
-    )
-    return nvlink, network
+def _times(traffic: CallTraffic, kind: str, rate: float) -> dict[str, float]:
+    """Returns the times of both directions of ``NVLink`` or of the ``network``."""
+    return {name: hop.most / rate for name, hop in traffic.hops.items() if name.startswith(kind)}
 
 
 def _slower(hops: dict[str, float]) -> dict[str, float]:

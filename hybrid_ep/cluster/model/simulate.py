@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hybrid_ep import _C
 from hybrid_ep.checks import require, require_number
@@ -94,16 +95,17 @@ def simulate_tail(question: Question, num_runs: int, seed: int, *, straggler: fl
     require(question.mode == "normal", "mode", question.mode, "normal with --simulate")
     plane, num_domains, shares = plane_of(question), question.num_domains, expected_rows(question).at_domain
     slowdown = np.array([straggler] + [1.0] * (num_domains - 1))
-    found: tuple[list[float], list[float]] = ([], [])
-    for run in range(seed, seed + num_runs):
-        random = np.random.default_rng(run)
+
+    def run(run_seed: int) -> NDArray[np.float64]:
+        random = np.random.default_rng(run_seed)
         tokens = [random.random((question.workload.num_tokens, num_domains)) < shares for _ in range(num_domains)]
-        for samples, of_call in zip(found, Protocol(plane, num_domains, run, slowdown).run([tokens]), strict=True):
-            samples += of_call.tolist()
+        return Protocol(plane, num_domains, run_seed, slowdown).run([tokens])
+
+    samples = np.concatenate([run(seed + i) for i in range(num_runs)], axis=1)
     tails = []
-    for prediction, samples in zip(predict(question), found, strict=True):
+    for prediction, of_call in zip(predict(question), samples, strict=True):
         # Launch and counting are the same at every rank, and no part of the protocol.
         extra = prediction.fixed["launch"] + prediction.fixed["ranks"]
-        median, p99, most = (float(np.quantile(samples, q)) + extra for q in (0.5, 0.99, 1.0))
-        tails.append(Tail(prediction.call, median, p99, most, prediction.total_us, len(samples)))
+        median, p99, most = (float(us) + extra for us in np.quantile(of_call, (0.5, 0.99, 1.0)))
+        tails.append(Tail(prediction.call, median, p99, most, prediction.total_us, len(of_call)))
     return tails
