@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import click
 import numpy as np
 
-from hybrid_ep.cluster.model.machine import GPU_MEMORY, Machine
 from hybrid_ep.cluster.model.predict import predict
-from hybrid_ep.cluster.model.question import MODES, Question
+from hybrid_ep.cluster.model.question import GPU_MEMORY, MODES, Machine, Question
 from hybrid_ep.cluster.model.simulate import Tail, simulate_tail
 from hybrid_ep.cluster.model.traffic import expected_rows
 from hybrid_ep.errors import ConfigError

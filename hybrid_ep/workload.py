@@ -71,9 +71,12 @@ class Workload:
     @property
     def row_bytes(self) -> int:
         """Bytes of a token row as it is dispatched, scales included and metadata not."""
-        if self.dtype == "bf16":
-            return 2 * self.hidden
-        return self.hidden + _FP8_SCALE_BYTES * (self.hidden // CHANNELS_PER_SCALE)
+        return 2 * self.hidden if self.dtype == "bf16" else self.hidden + self.scale_bytes
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a dispatched row's scales."""
+        return 0 if self.dtype == "bf16" else _FP8_SCALE_BYTES * (self.hidden // CHANNELS_PER_SCALE)
 
     @property
     def combine_row_bytes(self) -> int:

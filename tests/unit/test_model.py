@@ -16,10 +16,9 @@ from benchmarks.model import PACED, TIMER_US, Comparison, Paced, compare_results
 from hybrid_ep import _C
 from hybrid_ep.cli import main
 from hybrid_ep.cluster.model import warps
-from hybrid_ep.cluster.model.machine import Machine
-from hybrid_ep.cluster.model.memory import memory_of
+from hybrid_ep.cluster.model.limits import memory_of
 from hybrid_ep.cluster.model.predict import predict
-from hybrid_ep.cluster.model.question import Question
+from hybrid_ep.cluster.model.question import Machine, Question
 from hybrid_ep.cluster.model.simulate import simulate_tail
 from hybrid_ep.cluster.model.spread import touched
 from hybrid_ep.cluster.model.traffic import expected_rows, traffic_of
@@ -144,11 +143,11 @@ def test_warps_are_those_of_the_kernels() -> None:
     for file in ("dispatch_between/dispatch_between.cu", "combine/send_runs.cuh", "combine_between/combine_between.cu"):
         text = (KERNELS / file).read_text()
         found |= {(file, name): int(value) for name, value in re.findall(r"\b(k\w+Warps) = (\d+)[,;]", text)}
-    assert found["dispatch_between/dispatch_between.cu", "kSendWarps"] == warps.DISPATCH_SEND_WARPS
-    assert found["dispatch_between/dispatch_between.cu", "kForwardWarps"] == warps.DISPATCH_FORWARD_WARPS
-    assert found["combine/send_runs.cuh", "kSendWarps"] == warps.PUSH_WARPS
-    assert found["combine_between/combine_between.cu", "kDomainWarps"] == warps.DOMAIN_WARPS
-    assert found["combine_between/combine_between.cu", "kSumWarps"] == warps.DOMAIN_WARPS + warps.HOME_WARPS
+    assert found["dispatch_between/dispatch_between.cu", "kSendWarps"] == warps.SEND
+    assert found["dispatch_between/dispatch_between.cu", "kForwardWarps"] == warps.FORWARD
+    assert found["combine/send_runs.cuh", "kSendWarps"] == warps.PUSH
+    assert found["combine_between/combine_between.cu", "kDomainWarps"] == warps.DOMAIN
+    assert found["combine_between/combine_between.cu", "kSumWarps"] == warps.DOMAIN + warps.HOME
     records = (KERNELS / "between/records.cuh").read_text()
     assert f"kRowsOfPart = {warps.RECORDS_OF_PART};" in records
 
@@ -177,7 +176,7 @@ def test_permuted_calls_copy_rows_of_experts_on_one_rank() -> None:
     plain, permuted = predict(question(1, 2)), predict(question(1, 2, "permute"))
     rows = expected_rows(question(1, 2))
     copied = float((rows.copies - rows.received).max()) * 2 * 7168
-    assert permuted[0].total_us - plain[0].total_us == pytest.approx(copied / (Machine().memory_rate * 1e3))
+    assert permuted[0].total_us - plain[0].total_us == pytest.approx(copied / Machine().memory_rate)
     assert permuted[1].total_us > plain[1].total_us
     memory = memory_of(question(1, 2, "permute"), rows)
     assert memory["rows of a dispatch"] > 3 * memory_of(question(1, 2), rows)["rows of a dispatch"]

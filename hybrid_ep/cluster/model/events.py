@@ -1,40 +1,22 @@
 """Discrete events: processes that sleep and wait, on a clock that jumps from one event to the next.
 
-A process is a generator. It yields a number of µs to sleep, or a `Gate` to wait for: then it runs again when somebody
-opens the gate, and looks itself whether what it waits for has come. If nothing is left to happen while processes wait,
-they wait forever: that is a deadlock, and is raised.
+A process is a generator. It yields a number of µs to sleep, or the name of an event to wait for. It runs again when
+another process signals that event, and then checks by itself whether what it waits for has come.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import TypeAlias
 
-__all__ = ["Clock", "DeadlockError", "Gate", "Process"]
+__all__ = ["Clock", "DeadlockError", "Process"]
+
+Process: TypeAlias = Generator["float | str", None, None]
 
 
 class DeadlockError(Exception):
-    """Processes wait for events that no process will cause: a deadlock.
-
-    Attributes:
-        waits: what each of them waits for.
-    """
-
-    def __init__(self, waits: list[str]) -> None:
-        super().__init__(f"{len(waits)} processes wait forever: {'; '.join(waits[:6])}")
-        self.waits = waits
-
-
-class Gate:
-    """A place at which processes wait for what its name says."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.waiting: list[Process] = []
-
-
-Process: TypeAlias = Generator["float | Gate", None, None]
+    """Processes wait for events that no process will signal; the message names the events."""
 
 
 class Clock:
@@ -46,42 +28,49 @@ class Clock:
     """
 
     def __init__(self) -> None:
-        self.now = 0.0
-        self.num_events = 0
-        self._events: list[tuple[float, int, Process]] = []
-        self._waiting: dict[Process, Gate] = {}
+        self.now, self.num_events = 0.0, 0
+        self._queue: list[tuple[float, int, Process]] = []
+        self._waiting: dict[str, list[Process]] = {}
 
     def start(self, process: Process, delay: float = 0.0) -> None:
-        """Lets a process begin."""
-        self._push(delay, process)
+        """Lets a process run after a delay."""
+        self.num_events += 1
+        heapq.heappush(self._queue, (self.now + delay, self.num_events, process))
 
-    def open(self, gate: Gate) -> None:
-        """Lets those run that wait at a gate."""
-        waiting, gate.waiting = gate.waiting, []
-        for process in waiting:
-            del self._waiting[process]
-            self._push(0.0, process)
+    def signal(self, event: str) -> None:
+        """Lets the processes run that wait for an event."""
+        for process in self._waiting.pop(event, ()):
+            self.start(process)
+
+    def join(self, processes: Sequence[Process], event: str) -> Process:
+        """Starts processes, and waits for `event`: that all of them have ended."""
+        num_left = len(processes)
+
+        def run(process: Process) -> Process:
+            nonlocal num_left
+            yield from process
+            num_left -= 1
+            if num_left == 0:
+                self.signal(event)
+
+        for process in processes:
+            self.start(run(process))
+        while num_left > 0:
+            yield event
 
     def run(self) -> None:
         """Runs until every process has ended.
 
         Raises:
-            DeadlockError: some wait, and nothing is left to happen.
+            DeadlockError: some processes wait, and nothing is left to happen.
         """
-        events = self._events
-        while events:
-            self.now, _, process = heapq.heappop(events)
+        while self._queue:
+            self.now, _, process = heapq.heappop(self._queue)
             step = next(process, None)
-            if step is None:
-                continue
-            if isinstance(step, Gate):
-                step.waiting.append(process)
-                self._waiting[process] = step
-            else:
-                self._push(step, process)
-        if self._waiting:
-            raise DeadlockError(sorted(gate.name for gate in self._waiting.values()))
-
-    def _push(self, delay: float, process: Process) -> None:
-        self.num_events += 1
-        heapq.heappush(self._events, (self.now + delay, self.num_events, process))
+            if isinstance(step, str):
+                self._waiting.setdefault(step, []).append(process)
+            elif step is not None:
+                self.start(process, step)
+        events = sorted(event for event, processes in self._waiting.items() for _ in processes)
+        if events:
+            raise DeadlockError(f"{len(events)} processes wait forever: {'; '.join(events[:6])}")

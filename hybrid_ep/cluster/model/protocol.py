@@ -9,187 +9,172 @@ It follows csrc/layout/between_layout.h, csrc/kernels/between/chunk_stream.cuh, 
 - In combine rows are pushed for all domains in turn, chunk by chunk. A warp that sums claims a part of any domain, but
   only one whose slot is free. A warp at home takes tokens in order, and does not wait while it holds rows.
 - Warps that have pushed go on to the sums for each domain, and warps with no sum left there go on to the sums at home.
-- A rank that is alone in its domain has no rows to push or to sum for it. It sends its rows home.
+- A rank that is alone in its domain has no rows to push or to sum for it. Its pushing warps send its rows home.
 
 One rank is simulated for each domain, because only peers exchange chunks. The other ranks of a domain are a rate.
-Arrivals may come in any order. `ProtocolError` reports that a slot was overwritten, or that a chunk is not the one that
-was waited for.
+Arrivals may come in any order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hybrid_ep.cluster.model.events import Clock, Gate, Process
+from hybrid_ep.cluster.model.events import Clock, Process
 
-__all__ = ["FAULTS", "Protocol", "ProtocolError", "Ring", "Times", "random_batches"]
+__all__ = ["Plane", "Protocol", "ProtocolError", "Stream"]
 
-_DISPATCH_CONTROL, _COMBINE_CONTROL = 2, 1  # chunks of a call ahead of its records
 _CONTROL_WARPS = 6
+_NO_ROW = -1  # of a token from a domain to which it does not go
+_OWN_PIECES = 64  # in which a rank's own rows cross NVLink, between those that it forwards
 
-
-# Mistakes that a simulation can make on purpose, so that a test sees that it notices them.
-FAULTS = {
-    "loses_credits": "no credit is returned",
-    "ignores_credits": "senders do not wait for them",
-    "forwards_by_domain": "a rank forwards all chunks of a domain before it looks at the next one's",
-    "holds_and_waits": "a warp at home waits while it holds rows",
-    "claims_without_slot": "warps of combine claim parts whose slot is not free, the last domain's first, and wait",
-    "sends_in_order": "a rank that is alone in its domain sends parts in one order, and waits for their slots",
-}
+Claim: TypeAlias = tuple[int, int, int]  # of a warp: a peer, the number of a chunk, and how many of its records
 
 
 class ProtocolError(Exception):
-    """The protocol was broken: data would be lost or taken for other data."""
+    """A slot was overwritten, or holds a chunk other than the one that a rank waits for or reads."""
 
 
-class Ring(NamedTuple):
-    """Shape of a stream's ring.
+class Plane(NamedTuple):
+    """One rank of each domain, all peers of each other: rings, warps of a rank, and times of their steps in µs."""
 
-    Attributes:
-        num_slots, slots_per_credit: S, and slots of a group.
-        per_chunk, per_part: records of a chunk, and of the part of it that a warp takes.
-        num_send_warps, num_forward_warps: of a rank, in dispatch.
-        num_push_warps, num_domain_warps, num_home_warps: of a rank, in combine.
-        is_alone: every rank is alone in its domain.
-        num_open: tokens that a warp at home holds.
-    """
-
-    num_slots: int
-    slots_per_credit: int
-    per_chunk: int
-    per_part: int
-    num_send_warps: int
-    num_forward_warps: int
-    num_push_warps: int
-    num_domain_warps: int
-    num_home_warps: int
-    is_alone: bool = False
-    num_open: int = 2
-
-
-class Times(NamedTuple):
-    """The times of steps in µs, and rates in bytes per µs.
-
-    Attributes:
-        build, forward: of a record by a warp, in dispatch.
-        push: of a record by a warp that is alone in its domain, in combine.
-        part: of a warp that sums for domains, for each part of a chunk.
-        sum, sum_home: of a record by a warp, in combine.
-        nvlink, own: by domain: of a record's rows on their way within it, and of all of a rank's own rows there.
-        first_rows: by domain: of a combine, until the rows for one domain are at the rank that sums them.
-        agree: what a rank does after each exchange of control chunks, in dispatch and in combine.
-        latency, jitter: of a message, without its bytes; up to so much more, drawn for each.
-        record_bytes, rate: of dispatch and of combine; of the port.
-    """
-
-    build: float
+    num_slots: int  # S, of the ring of a stream
+    slots_per_credit: int  # of a group
+    per_chunk: int  # records
+    per_part: int  # records that a warp takes
+    send_warps: int  # of dispatch
+    forward_warps: int
+    push_warps: int  # of combine
+    domain_warps: int
+    home_warps: int
+    is_alone: bool  # every rank is alone in its domain
+    build: float  # of a record by a warp, in dispatch
     forward: float
-    push: float
-    part: float
+    part: float  # of a warp that fills chunks in combine: for each part, and for each record of it
     sum: float
-    sum_home: float
-    nvlink: Sequence[float]
-    own: Sequence[float]
-    first_rows: Sequence[float]
-    agree: tuple[float, float]
-    latency: float
-    jitter: float
-    record_bytes: tuple[float, float]
-    rate: float
+    sum_home: float  # of a record by a warp, in combine
+    nvlink: Sequence[float]  # by domain: of a record's rows on their way within it
+    own: Sequence[float]  # by domain: of all of a rank's own rows on their way within it
+    first_rows: Sequence[float]  # by domain: until the rows for one domain are at the rank that sums them
+    agree: tuple[float, float]  # what a rank does after each exchange of control chunks; dispatch, combine
+    latency: float  # of a message, without its bytes
+    jitter: float  # up to so much more, drawn for each message
+    record_bytes: tuple[float, float]  # dispatch, combine
+    rate: float  # of a rank's port, bytes per µs
+    num_open: int = 2  # tokens that a warp at home holds
+
+    def num_chunks(self, num_records: int) -> int:
+        return -(-num_records // self.per_chunk)
+
+    def rows_of_chunk(self, num_records: int, chunk: int) -> int:
+        return min(self.per_chunk, num_records - chunk * self.per_chunk)
 
 
-@dataclass
-class _Stream:
-    """The chunks from one peer to another, numbered without end."""
+class Stream:
+    """The chunks from rank `a` to rank `b`, numbered without end.
 
-    credits: list[int]  # laps that the sender knows to be read, by group
-    flags: list[int]  # number + 1 of the chunk in each slot
-    unread: list[bool]
-    rows_written: list[int]
-    slots_read: list[int]
-    rows_read: list[int]
-    credit_gates: list[Gate]
-    flag_gates: list[Gate]
-    sent_before: int = 0
-    read_before: int = 0
+    Methods count chunks from `num_sent` or `num_read` on: those of earlier calls, and of control, as each side knows.
+    """
 
+    def __init__(self, protocol: Protocol, a: int, b: int) -> None:
+        self.protocol, self.plane, self.clock, self.a, self.b = protocol, protocol.plane, protocol.clock, a, b
+        num_slots, num_groups = self.plane.num_slots, self.plane.num_slots // self.plane.slots_per_credit
+        self.num_sent = self.num_read = 0
+        self.written = [0] * num_slots  # rows of the chunk that the sender builds
+        self.credits = [0] * num_groups  # laps that the sender knows to be read
+        self.arrived = [-1] * num_slots  # number of the last chunk
+        self.unread = [0] * num_slots  # rows of it
+        self.slots_read = [0] * num_groups  # in this lap
 
-@dataclass
-class _Batch:
-    """All ranks' destinations: ``indices[r][t, d]`` is the index of rank r's token t among those to domain d."""
+    def is_free(self, chunk: int) -> bool:
+        """Whether the sender may write: rank b has read what stood in the slot of a chunk."""
+        lap, slot = divmod(self.num_sent + chunk, self.plane.num_slots)
+        return self.credits[slot // self.plane.slots_per_credit] >= lap
 
-    goes: list[NDArray[np.bool_]]
-    indices: list[NDArray[np.int64]] = field(init=False)
-    counts: NDArray[np.int64] = field(init=False)  # [from, to]; on the diagonal, tokens that stay in the domain
+    def wait_free(self, chunk: int) -> Process:
+        while not self.is_free(chunk):
+            yield self._credit_event((self.num_sent + chunk) % self.plane.num_slots // self.plane.slots_per_credit)
 
-    def __post_init__(self) -> None:
-        self.indices = [np.where(goes, goes.cumsum(0) - 1, -1) for goes in self.goes]
-        self.counts = np.stack([goes.sum(0) for goes in self.goes])
+    def write(self, chunk: int, num_rows: int, rows_of_chunk: int, record_bytes: float) -> None:
+        """Notes rows that a warp has written; the chunk is sent with its last row."""
+        number = self.num_sent + chunk
+        slot = number % self.plane.num_slots
+        self.written[slot] += num_rows
+        if self.written[slot] == rows_of_chunk:
+            self.written[slot] = 0
+            num_bytes = rows_of_chunk * record_bytes
+            first_byte = self.protocol.leave_port(self.a, num_bytes) + self.plane.latency + self.protocol.jitter()
+            self.clock.start(self._arrive(number, rows_of_chunk, num_bytes), first_byte - self.clock.now)
 
+    def _arrive(self, number: int, num_rows: int, num_bytes: float) -> Process:
+        """Simulates a chunk from its first byte at the port of rank b on."""
+        yield self.protocol.enter_port(self.a, self.b, num_bytes) + self.protocol.jitter() - self.clock.now
+        slot = number % self.plane.num_slots
+        if self.unread[slot] > 0:
+            raise ProtocolError(f"chunk {number} from {self.a} to {self.b} overwrites chunk {self.arrived[slot]}")
+        self.arrived[slot], self.unread[slot] = number, num_rows
+        self.clock.signal(self._chunk_event(slot))
 
-class _OwnSums(NamedTuple):
-    """The parts of a rank's own tokens that are summed in its own domain, and a gate that is opened for each."""
+    def is_here(self, chunk: int) -> bool:
+        """Whether rank b can read a chunk."""
+        number = self.num_read + chunk
+        found = self.arrived[number % self.plane.num_slots]
+        if found > number:
+            raise ProtocolError(f"rank {self.b} waits for chunk {number} from {self.a}, and chunk {found} is there")
+        return found == number
 
-    done: set[int]
-    gate: Gate
+    def wait_here(self, chunk: int) -> Process:
+        while not self.is_here(chunk):
+            yield self._chunk_event((self.num_read + chunk) % self.plane.num_slots)
+
+    def read(self, chunk: int, num_rows: int) -> None:
+        """Notes rows that rank b has read; the credit of a group is returned with the last row of its last slot."""
+        lap, slot = divmod(self.num_read + chunk, self.plane.num_slots)
+        group = slot // self.plane.slots_per_credit
+        self.unread[slot] -= num_rows
+        self.slots_read[group] += self.unread[slot] == 0
+        if self.slots_read[group] == self.plane.slots_per_credit:
+            self.slots_read[group] = 0
+            self.clock.start(self.return_credit(group, lap + 1), self.plane.latency + self.protocol.jitter())
+
+    def return_credit(self, group: int, lap: int) -> Process:
+        """Simulates a credit at its arrival."""
+        self.credits[group] = max(self.credits[group], lap)
+        self.clock.signal(self._credit_event(group))
+        self.clock.signal(f"rank {self.a}: any credit")
+        yield from ()
+
+    def _credit_event(self, group: int) -> str:
+        return f"rank {self.a}: credit of group {group} from {self.b}"
+
+    def _chunk_event(self, slot: int) -> str:
+        return f"rank {self.b}: chunk in slot {slot} from {self.a}"
 
 
 class Protocol:
-    """Ranks of one plane: one of each domain, all peers of each other.
+    """Runs dispatch and combine at the ranks of a plane.
 
     Args:
-        ring: shape of the streams.
-        times: of steps.
+        plane: rings, warps and times.
         num_domains: D.
         seed: of delays.
         slowdown: ``[D]``, factors of the ranks' own times; None = 1.
-        faults: of `FAULTS`, done on purpose.
     """
 
-    def __init__(
-        self,
-        ring: Ring,
-        times: Times,
-        num_domains: int,
-        seed: int,
-        slowdown: NDArray[np.float64] | None = None,
-        faults: frozenset[str] = frozenset(),
-    ) -> None:
-        self.ring, self.times, self.num_domains = ring, times, num_domains
-        self.faults = faults
-        self.clock = Clock()
-        self.slowdown = np.ones(num_domains) if slowdown is None else slowdown
-        # When the port of each rank has nothing more to send, and to take in: what passes one passes in turn.
-        self.out_free, self.in_free = [0.0] * num_domains, [0.0] * num_domains
-        self.nvlink_free = [0.0] * num_domains
-        self.any_credit = [Gate(f"rank {r}: a credit from any rank") for r in range(num_domains)]
+    def __init__(self, plane: Plane, num_domains: int, seed: int, slowdown: NDArray[np.float64] | None = None) -> None:
+        self.plane, self.num_domains, self.clock = plane, num_domains, Clock()
+        self.slowdown = [1.0] * num_domains if slowdown is None else slowdown.tolist()
+        # When a port of each rank has nothing more to pass on: what passes one passes in turn.
+        self.out_free, self.in_free, self.nvlink_free = ([0.0] * num_domains for _ in range(3))
         self._random = np.random.default_rng(seed)
-        self._jitters: Iterator[float] = iter(())
-        num_groups = ring.num_slots // ring.slots_per_credit
-        self.streams = {
-            (a, b): _Stream(
-                [0] * num_groups,
-                [0] * ring.num_slots,
-                [False] * ring.num_slots,
-                [0] * ring.num_slots,
-                [0] * num_groups,
-                [0] * ring.num_slots,
-                [Gate(f"rank {a}: credit of group {g} from {b}") for g in range(num_groups)],
-                [Gate(f"rank {b}: chunk in slot {s} from {a}") for s in range(ring.num_slots)],
-            )
-            for a in range(num_domains)
-            for b in range(num_domains)
-            if a != b
-        }
+        ranks = range(num_domains)
+        self.streams = {(a, b): Stream(self, a, b) for a in ranks for b in ranks if a != b}
 
     def run(
-        self, batches: list[list[NDArray[np.bool_]]], starts: NDArray[np.float64] | None = None
+        self, batches: Sequence[Sequence[NDArray[np.bool_]]], starts: NDArray[np.float64] | None = None
     ) -> NDArray[np.float64]:
         """Runs a dispatch and a combine for each batch; a rank begins a call when it has ended the one before.
 
@@ -204,368 +189,185 @@ class Protocol:
             DeadlockError: ranks wait forever.
             ProtocolError: a slot was overwritten, or a chunk is not the one waited for.
         """
-        calls = [_Batch(goes) for goes in batches]
-        times = np.zeros((2 * len(calls), self.num_domains))
+        times = np.zeros((2 * len(batches), self.num_domains))
+
+        def run_rank(r: int) -> Process:
+            for call in range(len(times)):
+                if starts is not None:
+                    yield float(starts[call, r])
+                begin, goes = self.clock.now, batches[call // 2]
+                yield from (self._combine if call % 2 else self._dispatch)(r, goes)
+                times[call, r] = self.clock.now - begin
+
         for r in range(self.num_domains):
-            self.clock.start(self._rank(r, calls, times, starts))
+            self.clock.start(run_rank(r))
         self.clock.run()
         return times
 
-    def _rank(
-        self, r: int, calls: list[_Batch], times: NDArray[np.float64], starts: NDArray[np.float64] | None
-    ) -> Process:
-        for i, batch in enumerate(calls):
-            for kind, call in enumerate((self._dispatch, self._combine)):
-                if starts is not None:
-                    yield float(starts[2 * i + kind, r])
-                begin = self.clock.now
-                yield from call(r, batch)
-                times[2 * i + kind, r] = self.clock.now - begin
+    def jitter(self) -> float:
+        return self._random.random() * self.plane.jitter
 
-    # Streams.
-
-    def _wait_free(self, a: int, b: int, chunk: int) -> Process:
-        """Waits until rank b has read what stood in the slot of chunk `chunk` of this call."""
-        stream, ring = self.streams[a, b], self.ring
-        lap, slot = divmod(stream.sent_before + chunk, ring.num_slots)
-        group = slot // ring.slots_per_credit
-        while stream.credits[group] < lap and "ignores_credits" not in self.faults:
-            yield stream.credit_gates[group]
-
-    def _is_free(self, a: int, b: int, chunk: int) -> bool:
-        stream, ring = self.streams[a, b], self.ring
-        lap, slot = divmod(stream.sent_before + chunk, ring.num_slots)
-        return stream.credits[slot // ring.slots_per_credit] >= lap or "ignores_credits" in self.faults
-
-    def _send(self, a: int, b: int, chunk: int, num_bytes: float) -> None:
-        number = self.streams[a, b].sent_before + chunk
+    def leave_port(self, a: int, num_bytes: float) -> float:
+        """Returns when the first byte leaves rank a."""
         begin = max(self.clock.now, self.out_free[a])
-        self.out_free[a] = begin + num_bytes / self.times.rate * self.slowdown[a]
-        first_byte = begin + self.times.latency + self._jitter()
-        self.clock.start(self._arrive(a, b, number, num_bytes), first_byte - self.clock.now)
+        self.out_free[a] = begin + num_bytes / self.plane.rate * self.slowdown[a]
+        return begin
 
-    def _write_rows(self, a: int, b: int, chunk: int, num_written: int, num_rows: int, record_bytes: float) -> None:
-        """Rank a has written rows of a chunk to b: with the last row the chunk is sent."""
-        stream = self.streams[a, b]
-        slot = (stream.sent_before + chunk) % self.ring.num_slots
-        stream.rows_written[slot] += num_written
-        if stream.rows_written[slot] < num_rows:
-            return
-        stream.rows_written[slot] = 0
-        self._send(a, b, chunk, num_rows * record_bytes)
+    def enter_port(self, a: int, b: int, num_bytes: float) -> float:
+        """Returns when the last byte from rank a has entered rank b."""
+        slow = max(self.slowdown[a], self.slowdown[b])
+        self.in_free[b] = max(self.clock.now, self.in_free[b]) + num_bytes / self.plane.rate * slow
+        return self.in_free[b]
 
-    def _arrive(self, a: int, b: int, number: int, num_bytes: float) -> Process:
-        """Simulates a chunk from its first byte at the port of rank b on."""
-        stream = self.streams[a, b]
-        slowdown = max(self.slowdown[a], self.slowdown[b])
-        self.in_free[b] = max(self.clock.now, self.in_free[b]) + num_bytes / self.times.rate * slowdown
-        yield self.in_free[b] + self._jitter() - self.clock.now
-        slot = number % self.ring.num_slots
-        if stream.unread[slot]:
-            raise ProtocolError(f"chunk {number} from {a} to {b} overwrites chunk {stream.flags[slot] - 1}")
-        stream.unread[slot], stream.flags[slot] = True, number + 1
-        self.clock.open(stream.flag_gates[slot])
-
-    def _is_here(self, a: int, b: int, chunk: int) -> bool:
-        stream = self.streams[a, b]
-        number = stream.read_before + chunk
-        return stream.flags[number % self.ring.num_slots] == number + 1
-
-    def _wait_chunk(self, a: int, b: int, chunk: int) -> Process:
-        stream = self.streams[a, b]
-        number = stream.read_before + chunk
-        slot = number % self.ring.num_slots
-        while stream.flags[slot] != number + 1:
-            if stream.flags[slot] > number + 1:
-                raise ProtocolError(
-                    f"rank {b} waits for chunk {number} from {a}, and chunk {stream.flags[slot] - 1} is there"
-                )
-            yield stream.flag_gates[slot]
-
-    def _read_rows(self, a: int, b: int, chunk: int, num_read: int, num_rows: int) -> None:
-        """Rank b has read rows of a chunk from a: at the last row of the last slot of a group it returns the credit."""
-        stream, ring = self.streams[a, b], self.ring
-        number = stream.read_before + chunk
-        lap, slot = divmod(number, ring.num_slots)
-        if stream.flags[slot] != number + 1:
-            raise ProtocolError(f"rank {b} has read chunk {stream.flags[slot] - 1} from {a} for chunk {number}")
-        stream.rows_read[slot] += num_read
-        if stream.rows_read[slot] < num_rows:
-            return
-        stream.rows_read[slot], stream.unread[slot] = 0, False
-        group = slot // ring.slots_per_credit
-        stream.slots_read[group] += 1
-        if stream.slots_read[group] < ring.slots_per_credit or "loses_credits" in self.faults:
-            return
-        stream.slots_read[group] = 0
-        self.clock.start(self._credit(a, b, group, lap + 1), self.times.latency + self._jitter())
-
-    def _credit(self, a: int, b: int, group: int, lap: int) -> Process:
-        stream = self.streams[a, b]
-        stream.credits[group] = max(stream.credits[group], lap)
-        self.clock.open(stream.credit_gates[group])
-        self.clock.open(self.any_credit[a])
-        yield from ()
-
-    def _jitter(self) -> float:
-        if self.times.jitter == 0:
-            return 0.0
-        jitter = next(self._jitters, None)
-        if jitter is None:
-            self._jitters = iter((self._random.random(256) * self.times.jitter).tolist())
-            jitter = next(self._jitters)
-        return jitter
-
-    # Both calls.
+    def _over_nvlink(self, r: int, microseconds: float) -> float:
+        """Returns how long to wait until bytes have passed that need so long alone."""
+        self.nvlink_free[r] = max(self.nvlink_free[r], self.clock.now) + microseconds
+        return self.nvlink_free[r] - self.clock.now
 
     def _peers(self, r: int) -> list[int]:
         return [(r + i) % self.num_domains for i in range(1, self.num_domains)]
 
-    def _all(self, processes: list[Process], name: str) -> Process:
-        """Waits until all processes have ended, which run at once."""
-        gate, left = Gate(name), [len(processes)]
-
-        def run(process: Process) -> Process:
-            yield from process
-            left[0] -= 1
-            if left[0] == 0:
-                self.clock.open(gate)
-
-        for process in processes:
-            self.clock.start(run(process))
-        while left[0]:
-            yield gate
-
-    def _exchange(self, r: int, chunk: int, agree: float) -> Process:
-        """Sends control chunk `chunk` to every peer, and reads theirs, by a few warps."""
+    def _exchange(self, r: int, agree: float) -> Process:
+        """Sends a control chunk to every peer, and reads theirs, by a few warps."""
         peers = self._peers(r)
 
         def publish(warp: int) -> Process:
             for b in peers[warp::_CONTROL_WARPS]:
-                yield from self._wait_free(r, b, chunk)
-                self._send(r, b, chunk, 0.0)
+                yield from self.streams[r, b].wait_free(0)
+                self.streams[r, b].write(0, 1, 1, 0.0)
+                self.streams[r, b].num_sent += 1
             for a in peers[warp::_CONTROL_WARPS]:
-                yield from self._wait_chunk(a, r, chunk)
-                self._read_rows(a, r, chunk, 1, 1)
+                yield from self.streams[a, r].wait_here(0)
+                self.streams[a, r].read(0, 1)
+                self.streams[a, r].num_read += 1
 
-        yield from self._all([publish(warp) for warp in range(_CONTROL_WARPS)], f"rank {r}: control")
+        yield from self.clock.join([publish(warp) for warp in range(_CONTROL_WARPS)], f"rank {r}: control")
         yield agree * self.slowdown[r]
 
-    def _num_chunks(self, num_records: int) -> int:
-        return -(-num_records // self.ring.per_chunk)
-
-    def _move_on(self, r: int, num_control: int, sent: NDArray[np.int64], read: NDArray[np.int64]) -> None:
+    def _run_warps(self, r: int, warps: list[Process], sent: list[int], read: list[int]) -> Process:
+        """Waits until the warps have moved so many records of each peer."""
+        yield from self.clock.join(warps, f"rank {r}: end of its warps")
         for d in self._peers(r):
-            self.streams[r, d].sent_before += num_control + self._num_chunks(int(sent[d]))
-            self.streams[d, r].read_before += num_control + self._num_chunks(int(read[d]))
+            self.streams[r, d].num_sent += self.plane.num_chunks(sent[d])
+            self.streams[d, r].num_read += self.plane.num_chunks(read[d])
 
-    def _over_nvlink(self, r: int, microseconds: float) -> float:
-        """How long to wait until bytes have passed that need so long alone."""
-        self.nvlink_free[r] = max(self.nvlink_free[r], self.clock.now) + microseconds
-        return self.nvlink_free[r] - self.clock.now
+    def _dispatch(self, r: int, goes: Sequence[NDArray[np.bool_]]) -> Process:
+        plane, slow = self.plane, self.slowdown[r]
+        for _ in ("counts", "verdicts"):
+            yield from self._exchange(r, plane.agree[0])
+        sent, read = goes[r].sum(0).tolist(), [int(of_rank[:, r].sum()) for of_rank in goes]
+        sending = self._claims(sent, self.order_of_chunks(r, sent), plane.send_warps)
+        forwarding = self._claims(read, self.order_of_chunks(r, read), plane.forward_warps)
 
-    # Dispatch.
+        def send() -> Process:
+            for d, chunk, num_rows in sending:
+                yield from self.streams[r, d].wait_free(chunk)
+                yield num_rows * plane.build * slow
+                self.streams[r, d].write(chunk, num_rows, plane.rows_of_chunk(sent[d], chunk), plane.record_bytes[0])
 
-    def _dispatch(self, r: int, batch: _Batch) -> Process:
-        for chunk in range(_DISPATCH_CONTROL):
-            yield from self._exchange(r, chunk, self.times.agree[0])
-        sent, read = batch.counts[r], batch.counts[:, r]
-        sending = self._items(r, sent, self.ring.num_send_warps)
-        forwarding = self._items(r, read, self.ring.num_forward_warps, "forwards_by_domain" in self.faults)
-        how = _DISPATCH_CONTROL, self.times.build, self.times.record_bytes[0]
-        warps = [self._send_records(r, sent, sending, *how) for _ in range(self.ring.num_send_warps)]
-        warps += [self._forward_records(r, read, forwarding) for _ in range(self.ring.num_forward_warps)]
-        warps.append(self._push_own(r))
-        yield from self._all(warps, f"rank {r}: end of its warps")
-        self._move_on(r, _DISPATCH_CONTROL, sent, read)
+        def forward() -> Process:
+            for d, chunk, num_rows in forwarding:
+                yield from self.streams[d, r].wait_here(chunk)
+                yield max(num_rows * plane.forward * slow, self._over_nvlink(r, num_rows * plane.nvlink[r]))
+                self.streams[d, r].read(chunk, num_rows)
 
-    def _items(
-        self, r: int, counts: NDArray[np.int64], num_warps: int, by_domain: bool = False
-    ) -> Iterator[tuple[int, int, int]]:
-        """(peer, chunk, records) of what a warp claims: the parts of chunk 0 of each peer in turn, then of chunk 1.
+        def push_own() -> Process:
+            for _ in range(_OWN_PIECES):
+                yield self._over_nvlink(r, plane.own[r] / _OWN_PIECES)
 
-        The last records, one for each of `num_warps` or a few more, are claimed one by one.
-        """
+        warps = [send() for _ in range(plane.send_warps)] + [forward() for _ in range(plane.forward_warps)]
+        yield from self._run_warps(r, [*warps, push_own()], sent, read)
+
+    def order_of_chunks(self, r: int, counts: list[int]) -> list[tuple[int, int]]:
+        """Returns (peer, chunk) in the order in which warps of a dispatch claim them."""
         peers = self._peers(r)
-        numbers = range(max(self._num_chunks(int(counts[d])) for d in peers))
-        chunks = [(d, i) for d in peers for i in numbers] if by_domain else [(d, i) for i in numbers for d in peers]
-        first_single = len(chunks) - self._num_chunks(num_warps)
-        for number, (d, i) in enumerate(chunks):
-            num_records = self._records_of(int(counts[d]), i)
-            step = self.ring.per_part if number < first_single else 1
-            for begin in range(0, num_records, step):
-                yield d, i, min(step, num_records - begin)
+        return [(d, i) for i in range(max(self.plane.num_chunks(counts[d]) for d in peers)) for d in peers]
 
-    @property
-    def _parts_per_chunk(self) -> int:
-        return -(-self.ring.per_chunk // self.ring.per_part)
+    def _claims(self, counts: list[int], chunks: list[tuple[int, int]], num_warps: int) -> Iterator[Claim]:
+        """Parts of the chunks, and the last records singly, about one for each warp."""
+        first_single = len(chunks) - self.plane.num_chunks(num_warps)
+        for place, (d, chunk) in enumerate(chunks):
+            left, step = self.plane.rows_of_chunk(counts[d], chunk), self.plane.per_part if place < first_single else 1
+            while left > 0:
+                yield d, chunk, min(step, left)
+                left -= step
 
-    def _part_of(self, index: int) -> int:
-        chunk, in_chunk = divmod(index, self.ring.per_chunk)
-        return chunk * self._parts_per_chunk + in_chunk // self.ring.per_part
+    def _combine(self, r: int, goes: Sequence[NDArray[np.bool_]]) -> Process:
+        plane, slow, num_domains = self.plane, self.slowdown[r], self.num_domains
+        yield from self._exchange(r, plane.agree[1])
+        sent, own = [int(of_rank[:, r].sum()) for of_rank in goes], goes[r].copy()
+        if plane.is_alone:
+            own[:, r], sent[r] = False, 0  # its own rows are read in place
+        begin, pushed_us = self.clock.now, num_domains * plane.first_rows[r] * slow
+        claimed, summed, is_summed = [0] * num_domains, {_NO_ROW}, f"rank {r}: sums of its own domain"
+        # The row of a token from a domain has the token's place among those that go there.
+        tokens = iter(np.where(own, own.cumsum(0) - 1, _NO_ROW).tolist())
 
-    def _rows_of_part(self, num_records: int, part: int) -> int:
-        chunk, in_chunk = divmod(part, self._parts_per_chunk)
-        begin = in_chunk * self.ring.per_part
-        return max(0, min(self.ring.per_part, self._records_of(num_records, chunk) - begin))
+        def fill_chunks(turn: int) -> Process:
+            """Claims parts, of domain `turn` first, and writes their rows."""
+            while left := [d for d in range(num_domains) if claimed[d] < sent[d]]:
+                left.sort(key=lambda d: (d - turn) % num_domains)
+                d = self.choose(r, left, claimed)
+                if d is None:
+                    yield f"rank {r}: any credit"
+                    continue
+                first, turn = claimed[d], d + 1
+                chunk, place = divmod(first, plane.per_chunk)
+                rows_of_chunk = plane.rows_of_chunk(sent[d], chunk)
+                claimed[d] = end = first + min(plane.per_part, rows_of_chunk - place)
+                if d != r:
+                    yield from self.streams[r, d].wait_free(chunk)
+                # Rows are pushed for all domains in turn, chunk by chunk.
+                wait_us = max(0.0, begin + end / sent[d] * pushed_us - self.clock.now)
+                yield wait_us + (plane.part + (end - first) * plane.sum) * slow
+                if d != r:
+                    self.streams[r, d].write(chunk, end - first, rows_of_chunk, plane.record_bytes[1])
+                else:
+                    summed.update(range(first, end))
+                    self.clock.signal(is_summed)
 
-    def _records_of(self, count: int, index: int) -> int:
-        return min(self.ring.per_chunk, count - index * self.ring.per_chunk)
+        def sum_home() -> Process:
+            """Takes tokens, and sums their rows; it does not wait for rows while it holds others."""
+            held: list[list[tuple[Stream, int]]] = []
 
-    def _send_records(
-        self,
-        r: int,
-        counts: NDArray[np.int64],
-        items: Iterator[tuple[int, int, int]],
-        first: int,
-        us: float,
-        record: float,
-    ) -> Process:
-        """A warp that sends records, which need `us` each and have `record` bytes; chunk `first` is the first one."""
-        slow = self.slowdown[r]
-        for d, index, num_rows in items:
-            yield from self._wait_free(r, d, first + index)
-            yield num_rows * us * slow
-            self._write_rows(r, d, first + index, num_rows, self._records_of(int(counts[d]), index), record)
+            def finish() -> Process:
+                chunks = held.pop(0)
+                yield (1 + len(chunks)) * plane.sum_home * slow
+                for stream, chunk in chunks:
+                    stream.read(chunk, 1)
 
-    def _forward_records(self, r: int, counts: NDArray[np.int64], items: Iterator[tuple[int, int, int]]) -> Process:
-        times, slow = self.times, self.slowdown[r]
-        for d, index, num_rows in items:
-            yield from self._wait_chunk(d, r, _DISPATCH_CONTROL + index)
-            yield max(num_rows * times.forward * slow, self._over_nvlink(r, num_rows * times.nvlink[r]))
-            self._read_rows(d, r, _DISPATCH_CONTROL + index, num_rows, self._records_of(int(counts[d]), index))
+            for rows in tokens:
+                remote = ((d, row) for d, row in enumerate(rows) if d != r and row != _NO_ROW)
+                chunks = [(self.streams[d, r], row // plane.per_chunk) for d, row in remote]
+                while held and not (rows[r] in summed and self.are_here(chunks)):
+                    yield from finish()
+                for stream, chunk in chunks:
+                    yield from stream.wait_here(chunk)
+                while rows[r] not in summed:
+                    yield is_summed
+                held.append(chunks)
+                if len(held) == plane.num_open:
+                    yield from finish()
+            while held:
+                yield from finish()
 
-    def _push_own(self, r: int) -> Process:
-        pieces = 64
-        for _ in range(pieces):
-            yield self._over_nvlink(r, self.times.own[r] / pieces)
-
-    # Combine.
-
-    def _combine(self, r: int, batch: _Batch) -> Process:
-        yield from self._exchange(r, 0, self.times.agree[1])
-        ring, times, slow = self.ring, self.times, float(self.slowdown[r])
-        held, awaited, begin = batch.counts[:, r].copy(), batch.counts[r], self.clock.now
-        own = _OwnSums(set(), Gate(f"rank {r}: sums of its own domain"))
-        tokens, indices, next_parts = iter(range(len(batch.goes[r]))), batch.indices[r], [0] * self.num_domains
-        pushed_us = self.num_domains * times.first_rows[r] * slow
-
-        def push(share: float, num_rows: int) -> float:
-            return num_rows * times.push * slow
-
-        def sum_pushed(share: float, num_rows: int) -> float:
-            # Rows are pushed for all domains in turn, chunk by chunk.
-            wait_us = max(0.0, begin + share * pushed_us - self.clock.now)
-            return wait_us + (times.part + num_rows * times.sum) * slow
-
-        def sum_all(turn: int, delay: float) -> Process:
+        def warp(delay: float, turn: int, fills: bool, goes_home: bool) -> Process:
             yield delay
-            yield from self._fill_chunks(r, turn, next_parts, held, own, sum_pushed)
-            yield from self._sum_home(r, tokens, indices, awaited, own)
+            if fills:
+                yield from fill_chunks(turn)
+            if goes_home:
+                yield from sum_home()
 
-        if ring.is_alone:
-            held[r] = 0  # its own rows are read in place
-            items, how = self._items(r, held, 0), (_COMBINE_CONTROL, times.push, times.record_bytes[1])
-            warps = [
-                self._send_records(r, held, items, *how)
-                if "sends_in_order" in self.faults
-                else self._fill_chunks(r, warp, next_parts, held, own, push)
-                for warp in range(ring.num_push_warps)
-            ]
-            warps += [self._sum_home(r, tokens, indices, awaited, own) for _ in range(ring.num_domain_warps)]
-        else:
-            warps = [sum_all(warp, pushed_us) for warp in range(ring.num_push_warps)]
-            warps += [sum_all(warp, 0.0) for warp in range(ring.num_domain_warps)]
-        warps += [self._sum_home(r, tokens, indices, awaited, own) for _ in range(ring.num_home_warps)]
-        yield from self._all(warps, f"rank {r}: end of its warps")
-        self._move_on(r, _COMBINE_CONTROL, held, awaited)
+        warps = [warp(pushed_us, turn, True, not plane.is_alone) for turn in range(plane.push_warps)]
+        warps += [warp(0.0, turn, not plane.is_alone, True) for turn in range(plane.domain_warps)]
+        warps += [warp(0.0, 0, False, True) for _ in range(plane.home_warps)]
+        yield from self._run_warps(r, warps, sent, goes[r].sum(0).tolist())
 
-    def _fill_chunks(
-        self,
-        r: int,
-        turn: int,
-        next_parts: list[int],
-        held: NDArray[np.int64],
-        own: _OwnSums,
-        part_us: Callable[[float, int], float],
-    ) -> Process:
-        """A warp that makes the rows of parts. `part_us` takes the share of its domain's rows up to the part's end."""
-        per_chunk = self._parts_per_chunk
-        while True:
-            # The domains that have parts left, from the warp's turn on; by mistake the last one first.
-            domains = [(turn + i) % self.num_domains for i in range(self.num_domains)]
-            if "claims_without_slot" in self.faults:
-                domains = [(r - 1 - i) % self.num_domains for i in range(self.num_domains)]
-            left = [d for d in domains if self._rows_of_part(int(held[d]), next_parts[d]) > 0]
-            if not left:
-                return
-            free = [d for d in left if d == r or self._is_free(r, d, _COMBINE_CONTROL + next_parts[d] // per_chunk)]
-            if not free and "claims_without_slot" not in self.faults:
-                yield self.any_credit[r]
-                continue
-            d = left[0] if "claims_without_slot" in self.faults else free[0]
-            part, turn = next_parts[d], d + 1
-            index, num_rows = part // per_chunk, self._rows_of_part(int(held[d]), part)
-            next_parts[d] += 1
-            if d != r:
-                yield from self._wait_free(r, d, _COMBINE_CONTROL + index)
-            end = index * self.ring.per_chunk + part % per_chunk * self.ring.per_part + num_rows
-            yield part_us(end / int(held[d]), num_rows)
-            if d == r:
-                own.done.add(part)
-                self.clock.open(own.gate)
-            else:
-                num_records = self._records_of(int(held[d]), index)
-                self._write_rows(r, d, _COMBINE_CONTROL + index, num_rows, num_records, self.times.record_bytes[1])
+    def choose(self, r: int, left: list[int], claimed: list[int]) -> int | None:
+        """Returns the first of the domains left for which rank r may write its next row, or None."""
+        free = (d for d in left if d == r or self.streams[r, d].is_free(claimed[d] // self.plane.per_chunk))
+        return next(free, None)
 
-    def _sum_home(
-        self,
-        r: int,
-        tokens: Iterator[int],
-        indices: NDArray[np.int64],
-        awaited: NDArray[np.int64],
-        own: _OwnSums,
-    ) -> Process:
-        ring, times, slow = self.ring, self.times, self.slowdown[r]
-        opened: list[list[tuple[int, int]]] = []
-
-        def finish() -> Process:
-            parts = opened.pop(0)
-            yield (1 + len(parts)) * times.sum_home * slow
-            for d, index in parts:
-                chunk = index // ring.per_chunk
-                num_rows = self._records_of(int(awaited[d]), chunk)
-                self._read_rows(d, r, _COMBINE_CONTROL + chunk, 1, num_rows)
-
-        for token in tokens:
-            goes = np.flatnonzero(indices[token] >= 0).tolist()
-            parts = [(d, int(indices[token, d])) for d in goes if d != r]
-            # A rank that is alone reads its own rows in place.
-            has_sum = indices[token, r] >= 0 and not ring.is_alone
-            own_part = self._part_of(int(indices[token, r])) if has_sum else None
-
-            def is_here(parts: list[tuple[int, int]] = parts, own_part: int | None = own_part) -> bool:
-                return (own_part is None or own_part in own.done) and all(
-                    self._is_here(d, r, _COMBINE_CONTROL + index // ring.per_chunk) for d, index in parts
-                )
-
-            while opened and not is_here() and "holds_and_waits" not in self.faults:
-                yield from finish()
-            for d, index in parts:
-                yield from self._wait_chunk(d, r, _COMBINE_CONTROL + index // ring.per_chunk)
-            while own_part is not None and own_part not in own.done:
-                yield own.gate
-            opened.append(parts)
-            if len(opened) >= ring.num_open:
-                yield from finish()
-        while opened:
-            yield from finish()
-
-
-def random_batches(
-    random: np.random.Generator, num_batches: int, num_tokens: Callable[[], int], shares: NDArray[np.float64]
-) -> list[list[NDArray[np.bool_]]]:
-    """Draws tokens for every rank: each goes to domain d with probability ``shares[d]``."""
-    return [
-        [random.random((num_tokens(), len(shares))) < shares for _ in range(len(shares))] for _ in range(num_batches)
-    ]
+    def are_here(self, chunks: list[tuple[Stream, int]]) -> bool:
+        """Whether a warp at home, which holds rows, can read further chunks without waiting."""
+        return all(stream.is_here(chunk) for stream, chunk in chunks)

@@ -12,73 +12,38 @@ from hybrid_ep import _C
 from hybrid_ep.cluster.model.question import Question
 from hybrid_ep.cluster.model.spread import touched
 
-__all__ = ["HOPS", "CallTraffic", "Hop", "Record", "Rows", "expected_rows", "traffic_of"]
+__all__ = ["HOPS", "CallTraffic", "Hop", "LinkTraffic", "Rows", "expected_rows", "traffic_of"]
 
+HOPS = ("NVLink out", "NVLink in", "network out", "network in")
 _Array = NDArray[np.float64]
 _WORD_BYTES = 4
-_EXPERT_BYTES, _WEIGHT_BYTES = 8, 4  # of a row that arrives: int64 and float32 for each column of top-k
-
-
-class Record(NamedTuple):
-    """The record of a token, which crosses between domains.
-
-    Attributes:
-        num_bytes: of a record.
-        per_chunk: records of a chunk.
-    """
-
-    num_bytes: int
-    per_chunk: int
+_COLUMN_BYTES = 8 + 4  # of a row that arrives: int64 expert and float32 weight for each column of top-k
+_COMBINE_CONTROL_BYTES = 16
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Expected rows of one dispatch at each rank, ``[D, G]``.
+    """Expected rows of one dispatch at each rank, ``[D, G]``."""
 
-    Attributes:
-        num_tokens: T.
-        at_rank: share of a rank's tokens that go to this one.
-        at_domain: share of them that go to a domain, ``[D]``.
-        copies: copies of all ranks' tokens for this rank's experts, one for each expert.
-    """
-
-    num_tokens: int
-    at_rank: _Array
-    at_domain: _Array
-    copies: _Array
+    num_tokens: int  # T
+    at_rank: _Array  # share of a rank's tokens that go to this one
+    at_domain: _Array  # share of them that go to a domain, [D]
+    copies: _Array  # of all ranks' tokens for this rank's experts, one for each expert
+    received: _Array  # that arrive, including those of this rank's tokens
+    within: _Array  # that a rank pushes to all ranks of its domain, for its own tokens and its peers'
+    kept: _Array  # that a rank pushes to itself; a part of `within`
+    sent_between: _Array  # tokens that a rank sends to its peers
+    held: _Array  # tokens that a rank forwards for its peers
 
     @property
-    def num_domains(self) -> int:
-        return int(self.at_rank.shape[0])
+    def remote_domains(self) -> float:
+        """Other domains that a token goes to, mean over the ranks."""
+        return float(self.sent_between.mean()) / self.num_tokens
 
     @property
-    def received(self) -> _Array:
-        """Rows that arrive, including those of this rank's tokens."""
-        return self.num_tokens * self.at_rank.size * self.at_rank
-
-    @property
-    def within(self) -> _Array:
-        """Rows that a rank pushes to all ranks of its domain: its own tokens, and those of its peers."""
-        return (
-            self.num_tokens * self.num_domains * np.broadcast_to(self.at_rank.sum(1, keepdims=True), self.at_rank.shape)
-        )
-
-    @property
-    def kept(self) -> _Array:
-        """Rows that a rank pushes to itself; a part of `within`."""
-        return self.num_tokens * self.num_domains * self.at_rank
-
-    @property
-    def sent_between(self) -> _Array:
-        """Tokens that a rank sends to its peers."""
-        away = self.at_domain.sum() - self.at_domain
-        return np.broadcast_to(self.num_tokens * away[:, None], self.at_rank.shape)
-
-    @property
-    def held(self) -> _Array:
-        """Tokens that a rank forwards for its peers."""
-        here = self.num_tokens * (self.num_domains - 1) * self.at_domain
-        return np.broadcast_to(here[:, None], self.at_rank.shape)
+    def of_record(self) -> float:
+        """Rows that a record is the sum of, in its domain."""
+        return float(self.at_rank.sum() / self.at_domain.sum())
 
 
 class Hop(NamedTuple):
@@ -87,142 +52,119 @@ class Hop(NamedTuple):
     mean: float
     most: float
 
-    @classmethod
-    def of(cls, rows: _Array, num_bytes: float) -> Hop:
-        return cls(float(rows.mean()) * num_bytes, float(rows.max()) * num_bytes)
 
+class LinkTraffic(NamedTuple):
+    """Messages between domains, by the names of the JSON document; all 0 in one domain."""
 
-HOPS = ("NVLink out", "NVLink in", "network out", "network in")
+    record_bytes: int = 0  # a record is a token on its way between domains
+    records_per_chunk: int = 0
+    chunks_to_fullest_peer: int = 0  # without those of control
+    chunks: int = 0  # that the most loaded rank sends, those of control included
+    credits: int = 0  # that it returns
+    control_bytes: int = 0  # that a rank sends beside records
+    in_flight_bytes_per_peer: int = 0  # that need no further credit
 
 
 @dataclass(frozen=True)
 class CallTraffic:
-    """The traffic of a call.
+    """The traffic of a call: bytes at the most loaded rank."""
 
-    Attributes:
-        hops: bytes by name of `HOPS`.
-        own: bytes that the most loaded rank writes for itself.
-        pushed: bytes of rows that SMs push for tokens of this domain, at the most loaded rank.
-        forwarded: bytes of rows that SMs forward from records, or sum for their sources, at the most loaded rank.
-        record: of the link; None in one domain.
-        chunks: to the peer that gets most, without those of control.
-        messages: chunks that the most loaded rank sends, those of control included.
-        credits: that it returns.
-        control_bytes: that a rank sends over the network, beside records.
-        in_flight: bytes to one peer that need no further credit.
-        to_peer: bytes of records to the peer that gets most.
-        copied: bytes that low-latency and permuted calls write or sum in local memory, at the most loaded rank.
-        cast: bytes of BF16 rows that a low-latency dispatch casts.
-    """
-
-    hops: dict[str, Hop]
-    own: float
-    pushed: float
-    forwarded: float
-    record: Record | None
-    chunks: int
-    messages: int
-    credits: int
-    control_bytes: int
-    in_flight: int
-    to_peer: float
-    copied: float
-    cast: int
+    hops: dict[str, Hop]  # by name of `HOPS`
+    link: LinkTraffic
+    to_peer: float  # of records to the peer that gets most
+    pushed: float  # of rows that SMs push for tokens of this domain
+    forwarded: float  # of rows that SMs forward from records, or sum for their sources
+    copied: float  # that low-latency and permuted calls write or sum in local memory
+    cast: int  # of BF16 rows that a low-latency dispatch casts
 
 
 def expected_rows(question: Question) -> Rows:
     """Computes how many rows go where."""
-    workload, num_domains = question.workload, question.num_domains
+    workload, num_domains, num_tokens = question.workload, question.num_domains, question.workload.num_tokens
     shape = (num_domains, question.num_ranks_per_domain)
     at_expert = touched(workload, workload.num_experts)
-    copies = workload.num_tokens * question.num_ranks * at_expert.reshape(*shape, -1).sum(2)
+    at_rank, at_domain = touched(workload, question.num_ranks).reshape(shape), touched(workload, num_domains)
+    here = at_domain[:, None]
     return Rows(
-        workload.num_tokens,
-        touched(workload, question.num_ranks).reshape(shape),
-        touched(workload, num_domains),
-        copies,
+        num_tokens,
+        at_rank,
+        at_domain,
+        copies=num_tokens * question.num_ranks * at_expert.reshape(*shape, -1).sum(2),
+        received=num_tokens * question.num_ranks * at_rank,
+        within=num_tokens * num_domains * np.broadcast_to(at_rank.sum(1, keepdims=True), shape),
+        kept=num_tokens * num_domains * at_rank,
+        sent_between=np.broadcast_to(num_tokens * (at_domain.sum() - here), shape),
+        held=np.broadcast_to(num_tokens * (num_domains - 1) * here, shape),
     )
 
 
 def traffic_of(question: Question, rows: Rows, call: str) -> CallTraffic:
     """Computes what ``dispatch`` or ``combine`` moves."""
-    workload, low_latency = question.workload, question.mode == "low-latency"
+    workload, num_domains, low_latency = question.workload, question.num_domains, question.mode == "low-latency"
     is_dispatch = call == "dispatch"
-    scales = workload.row_bytes - workload.hidden if workload.dtype == "fp8" and is_dispatch else 0
     row_bytes = workload.row_bytes if is_dispatch else workload.combine_row_bytes
-    landed_bytes = row_bytes
-    if is_dispatch and not low_latency:
-        landed_bytes += (_EXPERT_BYTES + _WEIGHT_BYTES) * workload.num_topk
-    pushed, own = rows.within - rows.kept, rows.kept
-    arriving = rows.received - rows.kept
-    copied = rows.copies
-    if low_latency and not is_dispatch:
-        if workload.num_tokens < _C.low_latency_min_tokens_to_sum:
-            # Each expert's row crosses.
-            own = rows.copies / rows.at_rank.size * rows.num_domains
-            arriving = rows.copies - own
-            pushed = np.full_like(arriving, workload.num_tokens * workload.num_topk) - own
-            copied = pushed + own
-        else:
-            copied = rows.copies + rows.within / rows.num_domains
-    out, into = (pushed, arriving) if is_dispatch else (arriving, pushed)
-    hops = {"NVLink out": Hop.of(out, landed_bytes), "NVLink in": Hop.of(into, landed_bytes)}
+    landed_bytes = row_bytes + (_COLUMN_BYTES * workload.num_topk if is_dispatch and not low_latency else 0)
+    pushed, arriving, copied = rows.within - rows.kept, rows.received - rows.kept, rows.copies
     if question.mode == "permute":
         # The first copy of a row is where it arrives. A combine reads all copies, and writes a sum for each row.
         copied = rows.copies - rows.received if is_dispatch else rows.copies + rows.received
-    record, to_peer, chunks, messages, credits, control, in_flight = None, 0.0, 0, 0, 0, 0, 0
-    if question.num_domains > 1:
-        columns = workload.num_topk if is_dispatch else 0
-        record = Record(
-            *_C.between_record(
-                row_bytes=row_bytes - scales,
-                num_scales=scales // _WORD_BYTES,
-                num_destinations=columns,
-                num_experts=columns,
-                num_weights=columns,
-            )
-        )
-        sent, held = (rows.sent_between, rows.held) if is_dispatch else (rows.held, rows.sent_between)
-        hops["network out"], hops["network in"] = Hop.of(sent, record.num_bytes), Hop.of(held, record.num_bytes)
-        num_peers = question.num_domains - 1
-        most = float(rows.at_domain.max()) * workload.num_tokens
-        to_peer = most * record.num_bytes
-        slot_bytes, num_slots, slots_per_credit = _C.between_ring(num_domains=question.num_domains)
-        if low_latency:
-            chunks, in_flight = 1, num_slots * slot_bytes
-            messages = credits = num_peers
-        else:
-            chunks = -int(-most // record.per_chunk)
-            each = -(-sent.max() / num_peers // record.per_chunk)
-            control_chunks = 2 if is_dispatch else 1
-            messages = int(num_peers * (each + control_chunks))
-            credits = int(num_peers * -(-held.max() / num_peers // (record.per_chunk * slots_per_credit)))
-            in_flight = (num_slots - slots_per_credit + 1) * record.per_chunk * record.num_bytes
-            control = num_peers * (_told_bytes(question) if is_dispatch else 16)
-    else:
-        hops["network out"] = hops["network in"] = Hop(0.0, 0.0)
-    tokens_pushed, tokens_forwarded = rows.within / rows.num_domains, rows.within * (1 - 1 / rows.num_domains)
+    elif low_latency and not is_dispatch and workload.num_tokens >= _C.low_latency_min_tokens_to_sum:
+        copied = rows.copies + rows.within / num_domains
+    elif low_latency and not is_dispatch:
+        # Each expert's row crosses.
+        own = rows.copies / rows.at_rank.size * num_domains
+        arriving, pushed = rows.copies - own, workload.num_tokens * workload.num_topk - own
+        copied = pushed + own
+    of_nvlink = (pushed, arriving) if is_dispatch else (arriving, pushed)
+    of_network = (rows.sent_between, rows.held) if is_dispatch else (rows.held, rows.sent_between)
+    link = _link_of(question, rows, is_dispatch, *of_network) if num_domains > 1 else LinkTraffic()
+    bytes_of_hops = (landed_bytes, landed_bytes, link.record_bytes, link.record_bytes)
+    hops = {
+        name: Hop(float(of_hop.mean()) * num_bytes, float(of_hop.max()) * num_bytes)
+        for name, of_hop, num_bytes in zip(HOPS, (*of_nvlink, *of_network), bytes_of_hops, strict=True)
+    }
     return CallTraffic(
-        hops=hops,
-        own=float(own.max()) * landed_bytes,
-        pushed=float(tokens_pushed.max()) * landed_bytes,
-        forwarded=float(tokens_forwarded.max()) * landed_bytes,
-        record=record,
-        chunks=chunks,
-        messages=messages,
-        credits=credits,
-        control_bytes=control,
-        in_flight=in_flight,
-        to_peer=to_peer,
+        hops,
+        link,
+        to_peer=float(rows.at_domain.max()) * workload.num_tokens * link.record_bytes,
+        pushed=float((rows.within / num_domains).max()) * landed_bytes,
+        forwarded=float((rows.within * (1 - 1 / num_domains)).max()) * landed_bytes,
         copied=float(copied.max()) * row_bytes,
-        cast=workload.num_tokens * workload.combine_row_bytes if low_latency and scales > 0 else 0,
+        cast=workload.num_tokens * workload.combine_row_bytes
+        if low_latency and is_dispatch and workload.scale_bytes
+        else 0,
     )
 
 
-def _told_bytes(question: Question) -> int:
-    """Bytes of counts and verdict that a rank sends to each peer."""
-    header, columns = _C.between_told_words(
-        num_domains=question.num_domains, ranks_per_domain=question.num_ranks_per_domain
+def _link_of(question: Question, rows: Rows, is_dispatch: bool, sent: _Array, held: _Array) -> LinkTraffic:
+    workload, num_domains, num_peers = question.workload, question.num_domains, question.num_domains - 1
+    columns, scale_bytes = (workload.num_topk, workload.scale_bytes) if is_dispatch else (0, 0)
+    record_bytes, per_chunk = _C.between_record(
+        row_bytes=(workload.row_bytes if is_dispatch else workload.combine_row_bytes) - scale_bytes,
+        num_scales=scale_bytes // _WORD_BYTES,
+        num_destinations=columns,
+        num_experts=columns,
+        num_weights=columns,
     )
-    words = header + columns + question.workload.num_experts // question.num_domains
-    return _WORD_BYTES * (words + _C.between_verdict_words)
+    slot_bytes, num_slots, slots_per_credit = _C.between_ring(num_domains=num_domains)
+    if question.mode == "low-latency":
+        return LinkTraffic(record_bytes, per_chunk, 1, num_peers, num_peers, 0, num_slots * slot_bytes)
+
+    def chunks(num_records: float, records_per_chunk: int = per_chunk) -> int:
+        return -int(-num_records // records_per_chunk)
+
+    control_bytes, control_chunks = _COMBINE_CONTROL_BYTES, 1
+    if is_dispatch:
+        # Counts and verdicts.
+        grid = {"num_domains": num_domains, "ranks_per_domain": question.num_ranks_per_domain}
+        words = sum(_C.between_told_words(**grid)) + workload.num_experts // num_domains + _C.between_verdict_words
+        control_bytes, control_chunks = _WORD_BYTES * words, 2
+    return LinkTraffic(
+        record_bytes,
+        per_chunk,
+        chunks(float(rows.at_domain.max()) * workload.num_tokens),
+        num_peers * (chunks(sent.max() / num_peers) + control_chunks),
+        num_peers * chunks(held.max() / num_peers, per_chunk * slots_per_credit),
+        num_peers * control_bytes,
+        (num_slots - slots_per_credit + 1) * per_chunk * record_bytes,
+    )
