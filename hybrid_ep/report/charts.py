@@ -29,7 +29,6 @@ __all__ = [
     "new_figure",
     "theme",
     "to_png",
-    "to_svg",
 ]
 
 BLUE, ORANGE, GREEN, SKY, VERMILION = "#0072B2", "#E69F00", "#009E73", "#56B4E9", "#D55E00"
@@ -120,12 +119,4 @@ def to_png(figure: Figure) -> bytes:
     """Draws the figure."""
     stream = io.BytesIO()
     figure.savefig(stream, format="png", dpi=_DPI)
-    return stream.getvalue()
-
-
-def to_svg(figure: Figure) -> bytes:
-    """Draws the figure as a vector picture; the same figure gives the same bytes."""
-    stream = io.BytesIO()
-    with mpl.rc_context({"svg.hashsalt": "hybrid_ep"}):
-        figure.savefig(stream, format="svg", metadata={"Date": None})
     return stream.getvalue()
