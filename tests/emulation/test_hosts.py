@@ -23,6 +23,8 @@ from tests.sim.hosts import Cluster, Host, missing_prerequisites
 from tests.sim.mpijob import MPIJobRun
 from tests.sim.pods import checkout_image
 
+pytestmark = pytest.mark.cluster
+
 ROOT = Path(__file__).resolve().parents[2]
 NUM_HOSTS, RANKS_PER_HOST = 2, 2
 TIMEOUT_S = 8.0
