@@ -46,9 +46,9 @@ def _transport_sources() -> list[Path]:
 
 
 def build() -> Path:
-    """Returns the path of `_cuda`, beside which `_nvshmem` lies. They are compiled where `CACHE` has none of these sources.
+    """Returns the path of `_cuda`, beside which `_nvshmem` lies; compiles them where `CACHE` has none of these sources.
 
-    Processes that need modules at once wait for the first one, which compiles. A build that is killed leaves no modules.
+    Processes that need modules at once wait for the first one, which compiles. A build that is killed leaves none.
     """
     CACHE.mkdir(parents=True, exist_ok=True)
     folder = CACHE / _digest()
@@ -131,14 +131,20 @@ def _compile(out: Path, modules: Path) -> None:
         '-DPYBIND11_COMPILER_TYPE="_emulated"',
     ]
 
+    def run_compiler(*args: str) -> None:
+        subprocess.run(["g++", *flags, *(f"-I{i}" for i in includes), *args], cwd=out, check=True)
+
+    # Headers of pybind11 take most of the time to compile, so that they are compiled once.
+    (out / "pybind.h").write_text("#include <pybind11/pybind11.h>\n#include <pybind11/stl.h>\n")
+    run_compiler("-O0", "-x", "c++-header", "pybind.h", "-o", "pybind.h.gch")
+
     def compile_one(source: Path, *more: str) -> Path:
-        # What is made in `out` by its name alone, so that a compiler cache finds what another folder has built.
-        name = source.name if source.parent == out else str(source)
         target = f"{source.stem}.o"
-        includes_of = (f"-I{i}" for i in includes)
-        # Bindings take most of the time to compile, and none to run.
-        level = "-O0" if "bindings_" in source.name else "-O1"
-        subprocess.run(["g++", *flags, level, *more, *includes_of, "-c", name, "-o", target], cwd=out, check=True)
+        if "bindings_" in source.name:
+            more = ("-O0", "-include", "pybind.h", *more)
+        else:
+            more = ("-O2" if source == emulator else "-O1", *more)
+        run_compiler(*more, "-c", source.name, "-o", target)
         return out / target
 
     with ThreadPoolExecutor(2) as pool:
