@@ -9,7 +9,7 @@ ARCH ?= $(shell uname -m)
 export HYBRID_EP_STRICT ?= $(if $(filter true,$(CI)),on,off)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-all test-consumers lint type format wheel image image-test image-scan test-bare test-gpu bench chart docs validate clean
+.PHONY: help setup demo test test-fast test-cluster test-all test-consumers lint type format wheel image image-test image-scan test-bare test-gpu bench chart docs validate clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml setup.py hybrid_ep/_version.py ci/helm.sh
 demo: setup ## Run the main job: dispatch, experts and combine on a virtual cluster; pictures and a page land in out/demo
 	$(BIN)/hybrid-ep demo --out out/demo
 
-test: ## Lint, type-check and run the tests: all but those that take minutes each
+test: ## Lint, type-check and run the tests of this machine alone: library, CPU ranks, emulated kernels, what is shipped
 	@ci/system_packages.sh
 	@$(MAKE) --no-print-directory setup
 	ci/test.sh $(BIN)
@@ -34,8 +34,13 @@ test: ## Lint, type-check and run the tests: all but those that take minutes eac
 test-fast: setup ## Lint, type-check and run the unit tests, in a few minutes; installs no system packages
 	ci/test.sh $(BIN) fast
 
-test-all: ## What test runs, and images, wheels with kernels, CUDA toolkits, the sdist, failing nodes and an empty Debian
-	@ci/system_packages.sh
+test-cluster: ## Run the tests on simulated hosts: fleets over ssh, MPIJobs, Slurm, Soft-RoCE in a virtual machine, a browser
+	@ci/system_packages.sh cluster
+	@$(MAKE) --no-print-directory setup
+	ci/test.sh $(BIN) cluster
+
+test-all: ## Both, and images, wheels with kernels, CUDA toolkits, the sdist, failing nodes and an empty Debian
+	@ci/system_packages.sh cluster
 	@$(MAKE) --no-print-directory setup
 	ci/test.sh $(BIN) all
 

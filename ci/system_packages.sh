@@ -1,19 +1,24 @@
 #!/usr/bin/env bash
-# Installs the Debian packages that the tests can use beyond Python: ci/system_packages.sh
+# Installs the Debian packages that the tests can use beyond Python: ci/system_packages.sh [cluster]
+# Without `cluster`, only those of `make test`; with it, those of `make test-cluster` and of slow tests, too.
 # As root it installs what is missing; otherwise, or where apt is not there, it only says so. With CI=true a package that
 # cannot be installed is an error.
 set -euo pipefail
 packages=(
-  qemu-system-x86 busybox-static kmod iproute2           # the Soft-RoCE virtual machine
-  openssh-server openssh-client openmpi-bin              # the MPIJob on simulated hosts
-  slurmctld slurmd slurm-client                          # the validation in an allocation
-  openssl                                                # certificates of a simulated cluster
-  libibverbs-dev ibverbs-providers ibverbs-utils perftest # RDMA in it, and the _verbs module
-  g++-aarch64-linux-gnu qemu-user-static                 # wheels for aarch64, and an interpreter to import them
-  binutils                                               # what is in the wheels
-  mmdebstrap arch-test                                   # roots for container images, where there is no registry
-  python3-pyverbs                                        # the other reader of verbs attributes
-  chromium chromium-driver                               # the validation report's page
+  openssl                          # certificates of a simulated cluster
+  libibverbs-dev ibverbs-providers # the _verbs module
+  g++-aarch64-linux-gnu            # wheels for aarch64
+  binutils                         # what is in the wheels
+)
+[ "${1:-}" != cluster ] || packages+=(
+  qemu-system-x86 busybox-static kmod iproute2 # the Soft-RoCE virtual machine
+  ibverbs-utils perftest                       # RDMA in it
+  openssh-server openssh-client openmpi-bin    # the MPIJob on simulated hosts
+  slurmctld slurmd slurm-client                # the validation in an allocation
+  qemu-user-static                             # an interpreter to import wheels for aarch64
+  mmdebstrap arch-test                         # roots for container images, where there is no registry
+  python3-pyverbs                              # the other reader of verbs attributes
+  chromium chromium-driver                     # the validation report's page
 )
 missing=()
 for package in "${packages[@]}"; do

@@ -1,23 +1,27 @@
 #!/usr/bin/env bash
-# Style and types, then tests: ci/test.sh BIN [fast|all]
+# Style and types, then tests: ci/test.sh BIN [fast|cluster|all]
 #   fast     the unit tests
-#   (none)   every test that this machine can run, but for those marked slow
-#   all      those too
+#   (none)   every test that this machine can run, but for those marked cluster or slow
+#   cluster  those marked cluster and not slow; neither style nor types
+#   all      every test
 # With CI=true a missing prerequisite is an error and not a skip (GPUs excepted).
 set -euo pipefail
 bin=$1 which=${2:-most}
 case $which in
   fast) tests=(-m "not slow" tests/unit) ;;
-  most) tests=(-m "not slow" tests) ;;
+  most) tests=(-m "not cluster and not slow" tests) ;;
+  cluster) tests=(-m "cluster and not slow" tests) ;;
   all) tests=(tests) ;;
   *) sed -n 2p "$0" >&2; exit 2 ;;
 esac
 # Once here, and not by every process of the tests, least of all by an emulated machine's.
 "$bin/python" -m compileall -q hybrid_ep tests
-"$bin/mypy" & types=$! status=0
-ci/lint.sh "$bin" || status=$?
-wait "$types" || status=$?
-[ "$status" = 0 ] || exit "$status"
+if [ "$which" != cluster ]; then
+  "$bin/mypy" & types=$! status=0
+  ci/lint.sh "$bin" || status=$?
+  wait "$types" || status=$?
+  [ "$status" = 0 ] || exit "$status"
+fi
 # Workers get groups in this order: the files that take longest (tests/conftest.py), then by name. On two cores there are
 # three workers, because many tests wait: for a timeout, for a rank that does not come.
 exec "$bin/pytest" -n 3 --dist loadgroup --no-loadscope-reorder --durations=15 "${tests[@]}"

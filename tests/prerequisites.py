@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+# What tests download or build once for all runs.
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hybrid_ep"
+
 # A program or file → the package that brings it. Those in lower case without a folder are looked for in PATH, where
 # tests/conftest.py puts the programs of .venv first.
 PACKAGES = {

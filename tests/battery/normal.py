@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CHECKS",
+    "CHECKS_OF_BF16",
     "check_bound",
     "check_cached",
     "check_fp8",
@@ -358,4 +359,5 @@ def check_two_buffers(case: Case, device: str = "cpu") -> None:
 
 
 # Of one buffer, with rows of every format.
-CHECKS = [check_round_trip, check_cached, check_bound, check_fp8, check_nvfp4]
+CHECKS_OF_BF16 = [check_round_trip, check_cached, check_bound]
+CHECKS = [*CHECKS_OF_BF16, check_fp8, check_nvfp4]

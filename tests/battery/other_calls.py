@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -16,6 +15,7 @@ import torch.distributed as dist
 import hybrid_ep
 from tests.battery.cases import Case
 from tests.battery.normal import dispatch, equal, make_buffer, on
+from tests.battery.refused_calls import TIMEOUT_S
 
 __all__ = [
     "check_calls_in_turn",
@@ -145,15 +145,13 @@ def check_combine_along_other_handles(device: str = "cpu") -> None:
     """A combine along another handle at one rank: that has fewer chunks, for which nobody waits until the timeout."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     cases = [Case(f"{n}_tokens", num_ranks, n, hidden=128, topk=2, num_experts=2 * num_ranks) for n in (40, 3)]
-    with make_buffer(cases[0], timeout_s=60.0) as buffer:
+    with make_buffer(cases[0], timeout_s=TIMEOUT_S) as buffer:
         results = [dispatch(buffer, case, on(device, case.inputs(rank))) for case in cases]
         for is_other in (rank == num_ranks - 1, rank != num_ranks - 1):
             received, *_, handle, _ = results[int(is_other)]
-            begin = time.monotonic()
             told = _is_refused(buffer, lambda rows=received, its=handle: buffer.combine(rows, its), device)
             assert told.startswith("number of the handle's dispatch is ")
             dist.barrier()
-            assert time.monotonic() - begin < 30.0
         received, *_, handle, _ = results[0]
         combined, _, _ = buffer.combine(received, handle)
         inputs = on(device, cases[0].inputs(rank))
@@ -251,15 +249,13 @@ def check_combines_that_grow_memory(device: str = "cpu") -> None:
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     case = Case("growing", last + 1, 100, hidden=4096, topk=2, num_experts=4 * (last + 1))
     inputs = on(device, case.inputs(rank))
-    with make_buffer(case, timeout_s=60.0) as buffer:
+    with make_buffer(case, timeout_s=TIMEOUT_S) as buffer:
         received, *_, handle, _ = dispatch(buffer, case, inputs)
         wide = received.repeat(1, 4)
         for is_other in (rank == last, rank != last):
-            begin = time.monotonic()
             rows = wide if is_other else received
             assert re.search("^hidden is ", _is_refused(buffer, lambda rows=rows: buffer.combine(rows, handle), device))
             dist.barrier()
-            assert time.monotonic() - begin < 30.0
         _, _, _, in_rank, _ = buffer.get_dispatch_layout(inputs.topk_idx, case.num_experts)
         want = (inputs.x.float() * in_rank.sum(1, keepdim=True)).to(torch.bfloat16).cpu()
         combined, _, _ = buffer.combine(wide, handle)
@@ -277,10 +273,9 @@ def check_dispatch_beside_combine(num_ranks_per_domain: int, device: str = "cpu"
     )
     inputs = on(device, case.inputs(rank))
     dispatches = rank < num_ranks_per_domain
-    with make_buffer(case, timeout_s=60.0) as buffer:
+    with make_buffer(case, timeout_s=TIMEOUT_S) as buffer:
         received, *_, handle, _ = dispatch(buffer, case, inputs)
         for bound in (0, 12 * num_ranks):
-            begin = time.monotonic()
 
             def call(bound: int = bound) -> object:
                 if dispatches:
@@ -291,7 +286,6 @@ def check_dispatch_beside_combine(num_ranks_per_domain: int, device: str = "cpu"
             mine, theirs = ("dispatch", "combine") if dispatches else ("combine", "dispatch")
             assert told.startswith(f"call is '{mine}' at rank {rank} and '{theirs}' at rank "), told
             dist.barrier()
-            assert time.monotonic() - begin < 30.0
         again, *_, handle, _ = dispatch(buffer, case, inputs)
         equal(again, received.cpu(), "after other calls")
         combined, _, _ = buffer.combine(again, handle)
@@ -304,7 +298,7 @@ def check_low_latency_calls_that_grow_memory(device: str = "cpu") -> None:
     """A low-latency dispatch for which memory must be made, or grow, at one rank only; then at all ranks."""
     rank, last, case = dist.get_rank(), dist.get_world_size() - 1, _case()
     inputs = on(device, case.inputs(rank))
-    with make_buffer(case, low_latency_mode=True, timeout_s=60.0) as buffer:
+    with make_buffer(case, low_latency_mode=True, timeout_s=TIMEOUT_S) as buffer:
 
         def call(max_tokens: int, hooked: bool = False) -> list[int]:
             _, count, _, _, hook = buffer.low_latency_dispatch(
@@ -317,7 +311,6 @@ def check_low_latency_calls_that_grow_memory(device: str = "cpu") -> None:
 
         def refused(mine: int, other: int, hooked: bool = False) -> None:
             told = []
-            begin = time.monotonic()
             # What a call finds is raised by itself or by the next: all make the same number of calls.
             for max_tokens in (other if rank == last else mine, 16, 16):
                 try:
@@ -325,7 +318,6 @@ def check_low_latency_calls_that_grow_memory(device: str = "cpu") -> None:
                 except hybrid_ep.ConfigError as error:
                     told.append(str(error))
                 dist.barrier()
-            assert time.monotonic() - begin < 30.0
             assert len(told) == 1, told
             assert told[0].startswith("num_max_dispatch_tokens_per_rank is "), told
             assert "allowed: the same on every rank" in told[0]
@@ -348,7 +340,7 @@ def check_too_many_low_latency_tokens(device: str = "cpu") -> None:
     x = torch.ones(num_tokens, case.hidden, dtype=torch.bfloat16, device=device)
     topk_idx = torch.zeros(num_tokens, case.topk, dtype=torch.int64, device=device)
     wanted = f"rows of x is {most + 3} at rank {last}; allowed: ≤ num_max_dispatch_tokens_per_rank = {most}"
-    with make_buffer(case, low_latency_mode=True, timeout_s=60.0) as buffer:
+    with make_buffer(case, low_latency_mode=True, timeout_s=TIMEOUT_S) as buffer:
 
         def call(x: torch.Tensor, topk_idx: torch.Tensor, hooked: bool, told: list[str]) -> list[int]:
             try:
@@ -366,10 +358,8 @@ def check_too_many_low_latency_tokens(device: str = "cpu") -> None:
         want = call(inputs.x, inputs.topk_idx, False, [])
         for hooked in (False, True):
             told: list[str] = []
-            begin = time.monotonic()
             call(x, topk_idx, hooked, told)
             dist.barrier()
-            assert time.monotonic() - begin < 30.0  # half of the timeout, after which a send gives a rank up
             for _ in range(2):  # what a call finds is raised by itself or by the next
                 call(inputs.x, inputs.topk_idx, hooked, told)
                 dist.barrier()
@@ -441,7 +431,7 @@ def check_combine_along_other_low_latency_handles(device: str = "cpu") -> None:
         Case("other_handles", num_ranks, num_tokens, 128, 4, 2 * num_ranks, seed=seed)
         for seed, num_tokens in enumerate((3, 40, 40))
     ]
-    with make_buffer(cases[0], low_latency_mode=True, timeout_s=60.0) as buffer:
+    with make_buffer(cases[0], low_latency_mode=True, timeout_s=TIMEOUT_S) as buffer:
         calls = []
         for case in cases:
             inputs = on(device, case.inputs(rank))
@@ -458,13 +448,11 @@ def check_combine_along_other_low_latency_handles(device: str = "cpu") -> None:
 
         for hooked in (False, True):
             for mine, theirs in [(0, 1), (1, 0), (1, 2)]:
-                begin = time.monotonic()
                 # What a call finds is raised by itself or by the next: all make the same number of calls.
                 along = theirs if is_last else mine, 2, 2
                 told = _errors_of(buffer, [partial(combine, i, hooked) for i in along], device)
                 assert len(told) == 1, told
                 assert told[0].startswith("number of the handle's dispatch is "), told
-                assert time.monotonic() - begin < 30.0
         for i, call in enumerate(calls):
             equal(buffer.low_latency_combine(*call)[0], want[i].cpu(), f"after other handles, dispatch {i}")
 

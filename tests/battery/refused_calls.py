@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 
 import torch
@@ -10,9 +9,10 @@ import torch.distributed as dist
 
 import hybrid_ep
 
-__all__ = ["MOST_S", "errors_of", "told_to_all"]
+__all__ = ["TIMEOUT_S", "errors_of", "told_to_all"]
 
-MOST_S = 25.0  # below half of the timeout of the buffers
+# Of buffers, in which nobody may wait for it: more than the limit of a test.
+TIMEOUT_S = 600.0
 
 
 def errors_of(calls: Iterable[Callable[[], object]], device: str) -> list[str]:
@@ -32,14 +32,11 @@ def errors_of(calls: Iterable[Callable[[], object]], device: str) -> list[str]:
 def told_to_all(wrong: Callable[[], object], right: Callable[[], object], device: str) -> str:
     """The last rank makes a wrong call, the others a right one; returns the error, which is the same at all ranks."""
     num_ranks = dist.get_world_size()
-    begin = time.monotonic()
     # What a call finds is raised by itself or by the next: all make the same number of calls.
     told = errors_of([wrong if dist.get_rank() == num_ranks - 1 else right, right, right], device)
-    seconds = time.monotonic() - begin
     told_at: list[list[str]] = [[] for _ in range(num_ranks)]
     dist.all_gather_object(told_at, told)
     assert told_at == [told_at[0]] * num_ranks, told_at
     assert len(told) == 1, told
     assert f" at rank {num_ranks - 1}; allowed" in told[0], told
-    assert seconds < MOST_S
     return told[0]

@@ -5,7 +5,6 @@ Each runs on every rank.
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -15,7 +14,7 @@ import torch.distributed as dist
 
 from tests.battery.cases import Case
 from tests.battery.normal import equal, make_buffer, on
-from tests.battery.refused_calls import MOST_S, errors_of, told_to_all
+from tests.battery.refused_calls import TIMEOUT_S, errors_of, told_to_all
 
 __all__ = [
     "CHECKS",
@@ -31,7 +30,7 @@ __all__ = [
 class _Calls:
     """A buffer, and calls of one size."""
 
-    def __init__(self, device: str, name: str, num_tokens: int = 12, timeout_s: float = 60.0) -> None:
+    def __init__(self, device: str, name: str, num_tokens: int = 12, timeout_s: float = TIMEOUT_S) -> None:
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
         self.case = case = Case(name, num_ranks, num_tokens, hidden=128, topk=4, num_experts=4 * num_ranks)
         self.inputs = on(device, case.inputs(rank))
@@ -147,13 +146,11 @@ def check_refused_at_every_rank(device: str = "cpu") -> None:
         rows, want_counts = rows.clone(), count.tolist()
         want = calls.combine(rows, handle).clone()
         for _ in range(3):
-            begin = time.monotonic()
             wrong = [partial(calls.combine, rows.float(), handle), partial(calls.dispatch, x=calls.inputs.x.float())]
             told = errors_of(wrong, device)
             assert told == [f"x.dtype is torch.float32 at rank {rank}; allowed: torch.bfloat16"] * 2, told
             told = errors_of([partial(calls.combine, rows, handle), calls.dispatch], device)
             assert told == []
-            assert time.monotonic() - begin < MOST_S
         equal(calls.combine(rows, handle), want.cpu(), "after refused calls")
         assert calls.dispatch()[1].tolist() == want_counts
 

@@ -29,7 +29,7 @@ from tests.sim.hosts import missing_prerequisites
 from tests.sim.platforms import healthy
 from tests.sim.scenario import Scenario, build_stub
 
-pytestmark = [pytest.mark.deploy, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 FIT = ("node-a", "node-b", "node-c")
 FAULTS = {"nvlink.links", "host.memlock"}
 PROFILE = f"{HOME}/site/tray.yaml"  # on the controller only
@@ -136,6 +136,7 @@ def jobs(fleet: Fleet) -> dict[str, Any]:
     return {path.stem: json.loads(path.read_text()) for path in fleet.results("jobs").glob("*.json")}
 
 
+@pytest.mark.cluster
 def test_validation_names_exactly_the_broken_nodes(fleet: Fleet, validated: Play) -> None:
     found = findings(fleet)
     assert [found.pop(node) for node in FIT] == [{}, {}, {}], validated.output
@@ -150,10 +151,12 @@ def test_validation_names_exactly_the_broken_nodes(fleet: Fleet, validated: Play
     assert "3 of 5 nodes are fit" in said
 
 
+@pytest.mark.cluster
 def test_validation_changes_nothing(validated: Play) -> None:
     assert [validated.recap(node)["changed"] for node in GROUPS["gb200_nvl72"]] == [0] * 5
 
 
+@pytest.mark.cluster
 def test_cross_node_checks_ran_once_on_the_controller(fleet: Fleet, validated: Play) -> None:
     compared = json.loads(fleet.results("compare.json").read_text())
     assert compared["host"] == "4 nodes"  # node-e gave no report
@@ -162,6 +165,7 @@ def test_cross_node_checks_ran_once_on_the_controller(fleet: Fleet, validated: P
     assert domains.items() >= {("domain-rack_1-cliques", "pass"), ("domain-rack_2-cliques", "unknown")}
 
 
+@pytest.mark.cluster
 def test_check_mode_finds_the_same(fleet: Fleet, validated: Play) -> None:
     checked = fleet.play("validate.yml", "--check", "-e", f"preflight_results={HOME}/checked")
     expected, found = findings(fleet), findings(fleet, "checked")
@@ -171,6 +175,7 @@ def test_check_mode_finds_the_same(fleet: Fleet, validated: Play) -> None:
     assert [checked.recap(node)["changed"] for node in GROUPS["gb200_nvl72"]] == [0] * 5
 
 
+@pytest.mark.cluster
 def test_jobs_ran_on_the_fit_nodes_only(fleet: Fleet, tested: Play) -> None:
     ran = {name: job for name, job in jobs(fleet).items() if not name.endswith("-cliques")}
     assert {host for job in ran.values() for host in job["hosts"]} == set(FIT), tested.output
@@ -186,6 +191,7 @@ def test_jobs_ran_on_the_fit_nodes_only(fleet: Fleet, tested: Play) -> None:
     assert "node-d is left out: " in tested.output
 
 
+@pytest.mark.cluster
 def test_what_crosses_between_nodes_is_held_to_the_rate_of_the_nics(fleet: Fleet, tested: Play) -> None:
     """Dispatch and combine of a pair and of all, and the link of each pair alone, by rail."""
     found = jobs(fleet)
@@ -201,6 +207,7 @@ def test_what_crosses_between_nodes_is_held_to_the_rate_of_the_nics(fleet: Fleet
         assert "of the 50 GB/s of a GPU's NICs, profile tray" in report[name]["expected"]
 
 
+@pytest.mark.cluster
 def test_failed_pair_does_not_stop_the_others(fleet: Fleet, tested: Play) -> None:
     ended = {name: job["status"] for name, job in jobs(fleet).items() if job["kind"] == "pair"}
     (failed,) = [name for name, status in ended.items() if status != "pass"]
@@ -212,6 +219,7 @@ def test_failed_pair_does_not_stop_the_others(fleet: Fleet, tested: Play) -> Non
     assert failed in tested.output
 
 
+@pytest.mark.cluster
 def test_report_holds_it_all(fleet: Fleet, tested: Play) -> None:
     report = json.loads(fleet.results("report/report.json").read_text())
     text = json.dumps(report)
@@ -221,6 +229,7 @@ def test_report_holds_it_all(fleet: Fleet, tested: Play) -> None:
         assert fleet.results(f"report/{name}").stat().st_size > 1000
 
 
+@pytest.mark.cluster
 def test_empty_group_is_an_error_before_any_node_is_asked(fleet: Fleet, validated: Play) -> None:
     before = fleet.results("inventory.json").read_text()
     write_inventory(fleet, domain_rack_3=())
@@ -248,6 +257,7 @@ def write_wheel(path: Path) -> None:
         wheel.writestr(f"{info}/RECORD", "".join(f"{name.filename},,\n" for name in wheel.filelist))
 
 
+@pytest.mark.cluster
 def test_wheel_and_image_are_installed_when_asked_and_then_used(fleet: Fleet, tmp_path: Path) -> None:
     """node-a takes a wheel, node-b an image; the second time nothing changes, and both give a report."""
     name = f"hybrid_ep-{importlib.metadata.version('hybrid-ep')}-py3-none-any.whl"
@@ -319,6 +329,7 @@ def mtu(fleet: Fleet, node: str) -> str:
     return str(json.loads(process.communicate()[0])[0]["mtu"])
 
 
+@pytest.mark.cluster
 def test_configuration_is_opt_in_verified_and_changes_nothing_twice(fleet: Fleet) -> None:
     node = fleet.nodes["node-a"]
     written = [

@@ -16,7 +16,7 @@ from tests.sim.hosts import missing_prerequisites
 from tests.sim.platforms import healthy
 from tests.sim.scenario import build_stub
 
-pytestmark = [pytest.mark.deploy, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 NODES = ("node-a", "node-b", "node-c", "node-dead", "node-slow")
 BENCH = "--device cpu --tokens 256 --hidden 1024 --topk 2 --runs 2 --warmups 1"
 

@@ -10,7 +10,7 @@ from tests.deploy.commands import run
 from tests.deploy.conftest import ROOT
 from tests.prerequisites import require, require_programs
 
-pytestmark = [pytest.mark.deploy, pytest.mark.slow, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 
 def test_setup_in_an_empty_debian() -> None:

@@ -20,7 +20,6 @@ import yaml
 from hybrid_ep import __version__
 from tests.prerequisites import require, require_programs
 
-pytestmark = pytest.mark.deploy
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE = f"localhost/hybrid-ep:{__version__}-cpu"
 DOCTOR = f"localhost/hybrid-ep:{__version__}-doctor"

@@ -25,7 +25,7 @@ from tests.sim.indexed_job import run_indexed_job, start_group
 from tests.sim.mpijob import JobResult, MPIJobRun
 from tests.sim.pods import checkout_image
 
-pytestmark = pytest.mark.deploy
+pytestmark = pytest.mark.cluster
 K8S = Path(__file__).resolve().parents[2] / "k8s"
 
 

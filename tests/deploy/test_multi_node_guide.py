@@ -12,6 +12,8 @@ from tests.prerequisites import require
 from tests.sim.hosts import Cluster, Host, missing_prerequisites
 from tests.sim.pods import checkout_image
 
+pytestmark = pytest.mark.cluster
+
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "several_nodes.md"
 RANKS_PER_HOST = 2
 _LIMIT_S = 120

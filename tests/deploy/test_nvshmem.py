@@ -16,7 +16,7 @@ from tests.deploy.commands import must
 from tests.deploy.conftest import ROOT
 from tests.prerequisites import require_programs
 
-pytestmark = [pytest.mark.deploy, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 VERSION = "3.4.5"  # torch 2.11 requires it
 SCRIPT = """
 import ctypes, sys

@@ -11,7 +11,7 @@ import setuptools
 from tests.deploy.commands import must, run
 from tests.deploy.conftest import ROOT
 
-pytestmark = [pytest.mark.deploy, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 
 def test_deep_ep_is_only_there_when_asked_for(python: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tests.sim.cluster import PLATFORM, names, simulated_reports, write_inventor
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
 
-pytestmark = pytest.mark.deploy
+pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 from tests.deploy.commands import must
 from tests.deploy.conftest import SOURCE, copy_tracked_files
 
-pytestmark = [pytest.mark.deploy, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_a_wheel_is_built_from_it(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from tests.sim.pods import checkout_image
 from tests.sim.scenario import Scenario, build_stub
 
 # A validation starts tens of processes, one after the other. Where others use the machine, too, it takes minutes.
-pytestmark = [pytest.mark.deploy, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[2]
 NODES = ("node-a", "node-b", "node-c")
 RESULTS = "/tmp/results"

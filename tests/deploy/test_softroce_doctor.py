@@ -17,7 +17,7 @@ from tests.prerequisites import require
 from tests.sim.softroce_job import STEPS, Step
 from tests.sim.softroce_vm import MissingPrerequisite, run_in_vm
 
-pytestmark = pytest.mark.deploy
+pytestmark = pytest.mark.cluster
 # Debian's python3-pyverbs, for Debian's Python.
 PYVERBS = Path("/usr/lib/python3/dist-packages/pyverbs")
 

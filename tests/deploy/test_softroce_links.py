@@ -16,7 +16,7 @@ from tests.prerequisites import require
 from tests.sim.softroce_links import PORT_DOWN_AFTER_S, PORT_TIMEOUT_S
 from tests.sim.softroce_vm import MissingPrerequisite, run_in_vm
 
-pytestmark = pytest.mark.deploy
+pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from tests.deploy.commands import must
 from tests.deploy.conftest import ROOT
 from tests.prerequisites import require_programs
 
-pytestmark = [pytest.mark.deploy, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 KERNEL = "CMakeFiles/_cuda.dir/kernels/low_latency/dispatch.cu.o"
 NVML = "CMakeFiles/_nvml.dir/topology/nvml_probe.cpp.o"
 OLDEST_NVML = "nvidia-nvml-dev-cu12==12.8.90"

@@ -24,7 +24,7 @@ from tests.deploy.commands import must, run
 from tests.deploy.conftest import ROOT, SOURCE, BuildWheel, copy_tracked_files
 from tests.prerequisites import find_python, require, require_programs
 
-pytestmark = [pytest.mark.deploy, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 MACHINE = platform.machine()
 NAMES = {"x86_64": "Advanced Micro Devices X86-64", "aarch64": "AArch64"}

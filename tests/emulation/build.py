@@ -1,8 +1,15 @@
-"""Builds `_cuda` and `_nvshmem` for the CPU: the sources of csrc/, with the emulator's headers for CUDA's."""
+"""Builds `_cuda` and `_nvshmem` for the CPU: the sources of csrc/, with the emulator's headers for CUDA's.
+
+The modules stay in `CACHE` under a digest of their sources, so that they are compiled once and not in every run.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -12,9 +19,13 @@ from pathlib import Path
 import pybind11
 
 from tests.emulation.steps import ENDS, STEPS, can_leave_out
+from tests.prerequisites import CACHE as CACHE_OF_TESTS
 
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
+CACHE = CACHE_OF_TESTS / "emulation"
+_MOST_KEPT = 5
+_VERBS = Path("/usr/include/infiniband/verbs.h")
 
 _DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];")
 
@@ -29,15 +40,49 @@ def as_cpp(source: str) -> str:
 
 def _transport_sources() -> list[Path]:
     """The transports with memory of the host; verbs where its headers are."""
-    has_verbs = Path("/usr/include/infiniband/verbs.h").exists()
-    absent = {"verbs_absent"} if has_verbs else {"verbs_api", "verbs_device", "verbs_link"}
+    absent = {"verbs_absent"} if _VERBS.exists() else {"verbs_api", "verbs_device", "verbs_link"}
     sources = sorted(CSRC.glob("transport/*.cpp"))
     return [path for path in sources if not path.stem.endswith("_cuda") and path.stem not in absent]
 
 
-def build(out: Path) -> Path:
-    """Compiles into a folder and returns the path of `_cuda`; `_nvshmem` lies beside it."""
-    out.mkdir(parents=True, exist_ok=True)
+def build() -> Path:
+    """Returns the path of `_cuda`, beside which `_nvshmem` lies; compiles them where `CACHE` has none of these sources.
+
+    Processes that need modules at once wait for the first one, which compiles. A build that is killed leaves none.
+    """
+    CACHE.mkdir(parents=True, exist_ok=True)
+    folder = CACHE / _digest()
+    with (CACHE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            work = CACHE / "work"  # always the same, so that a compiler cache finds what an earlier build has compiled
+            shutil.rmtree(work, ignore_errors=True)
+            modules = work / "modules"
+            modules.mkdir(parents=True)
+            _compile(work, modules)
+            modules.rename(folder)
+            shutil.rmtree(work)
+        os.utime(folder)
+        by_last_use = sorted(CACHE.glob("*/"), key=lambda path: path.stat().st_mtime)
+        for old in by_last_use[:-_MOST_KEPT]:
+            shutil.rmtree(old)
+    return folder / f"_cuda{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+
+def _digest() -> str:
+    """Names all that the modules depend on: sources, this file, the compiler, Python and pybind11."""
+    compiler = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
+    digest = hashlib.sha256(repr((compiler, sys.version, pybind11.__version__, _VERBS.exists())).encode())
+    own = [path for path in HERE.rglob("*") if path.suffix in (".cpp", ".h", ".cuh")]
+    of_csrc = [path for path in CSRC.rglob("*") if path.is_file()]
+    for path in sorted([*own, *of_csrc, HERE / "build.py", HERE / "steps.py"]):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(CSRC.parent)} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:32]
+
+
+def _compile(out: Path, modules: Path) -> None:
+    """Compiles in the folder `out`, and writes the modules into another folder."""
 
     def translate(original: Path, prefix: str = "") -> Path:
         folder = HERE if original.parent == HERE else CSRC
@@ -86,14 +131,20 @@ def build(out: Path) -> Path:
         '-DPYBIND11_COMPILER_TYPE="_emulated"',
     ]
 
+    def run_compiler(*args: str) -> None:
+        subprocess.run(["g++", *flags, *(f"-I{i}" for i in includes), *args], cwd=out, check=True)
+
+    # Headers of pybind11 take most of the time to compile, so that they are compiled once.
+    (out / "pybind.h").write_text("#include <pybind11/pybind11.h>\n#include <pybind11/stl.h>\n")
+    run_compiler("-O0", "-x", "c++-header", "pybind.h", "-o", "pybind.h.gch")
+
     def compile_one(source: Path, *more: str) -> Path:
-        # What is made in `out` by its name alone, so that a compiler cache finds what another folder has built.
-        name = source.name if source.parent == out else str(source)
         target = f"{source.stem}.o"
-        includes_of = (f"-I{i}" for i in includes)
-        # Bindings take most of the time to compile, and none to run.
-        level = "-O0" if "bindings_" in source.name else "-O1"
-        subprocess.run(["g++", *flags, level, *more, *includes_of, "-c", name, "-o", target], cwd=out, check=True)
+        if "bindings_" in source.name:
+            more = ("-O0", "-include", "pybind.h", *more)
+        else:
+            more = ("-O2" if source == emulator else "-O1", *more)
+        run_compiler(*more, "-c", source.name, "-o", target)
         return out / target
 
     with ThreadPoolExecutor(2) as pool:
@@ -103,11 +154,10 @@ def build(out: Path) -> Path:
         }
         linked = {name: list(map(str, found)) for name, found in objects.items()}
     linked["_nvshmem"].append(linked["_cuda"][0])  # a module has an emulator of its own
-    paths = {name: out / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}" for name in linked}
     for name, found in linked.items():
-        subprocess.run(["g++", "-shared", "-pthread", *found, "-o", str(paths[name])], check=True)
-    return paths["_cuda"]
+        path = modules / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
+        subprocess.run(["g++", "-shared", "-pthread", *found, "-o", str(path)], check=True)
 
 
 if __name__ == "__main__":
-    print(build(Path(sys.argv[1])))
+    print(build())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,17 +22,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def emulated_module(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The path of `_cuda` for the CPU. With several workers (pytest -n 3) the first one that needs it builds it."""
+def emulated_module() -> Path:
+    """The path of `_cuda` for the CPU."""
     require_programs("g++")
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    built = shared / "emulated_module"
-    with (shared / "emulated_module.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not built.exists():
-            built.write_text(str(build(shared / "emulation")))
-    return Path(built.read_text())
+    return build()
 
 
 # Runs the check whose name follows with tensors whose values are not checked: devices.py.

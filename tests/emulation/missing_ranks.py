@@ -22,11 +22,9 @@ def check_missing_at_the_first_low_latency_call() -> None:
     inputs = case.inputs(rank)
     with make_buffer(case, low_latency_mode=True, timeout_s=timeout_s) as buffer:
         if rank != lost:
-            begin = time.monotonic()
             with pytest.raises(hybrid_ep.TimeoutError) as told:
                 buffer.low_latency_dispatch(inputs.x, inputs.topk_idx, 8, case.num_experts, use_fp8=False)
             assert told.value.peer == lost
-            assert time.monotonic() - begin < timeout_s + 3.0
     dist.barrier()
     torch.cuda.synchronize()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from typing import Any
 from unittest import mock
 
@@ -127,12 +126,10 @@ def _dispatch_with_a_fault(case: Case, fault: str) -> int | None:
     dispatch(buffer, case, case.inputs(rank))
     dist.barrier()
     faults = {"HYBRID_EP_EMULATION_NVSHMEM": fault} if rank == 1 else {}
-    begun = time.monotonic()
     with mock.patch.dict(os.environ, faults):
         with pytest.raises(TransportError) as told:
             dispatch(buffer, case, case.inputs(rank))
         buffer.destroy()
-    assert time.monotonic() - begun < 4 * _TIMEOUT_S
     return told.value.peer
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hybrid_ep
+from tests.battery.refused_calls import TIMEOUT_S
 from tests.emulation.experts import compare_copies, draw_experts, draw_mapping, shifted
 from tests.emulation.late_epochs import set_combines
 from tests.multi_gpu.behaviour import draw, round_trip
@@ -132,7 +133,7 @@ def check_ranks_that_disagree() -> None:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     is_last = rank == num_ranks - 1
     for what in ("redundancy_mapping", "another place", "ordinary memory"):
-        with _buffer(timeout_s=4.0) as buffer:
+        with _buffer(timeout_s=TIMEOUT_S) as buffer:
             if what != "redundancy_mapping" and buffer.engine.name != "cuda":
                 continue  # where slots are makes no difference
             first, second = _spare(buffer, (64, 64), 1)
@@ -144,11 +145,9 @@ def check_ranks_that_disagree() -> None:
             if is_last and what == "ordinary memory":
                 first = torch.zeros_like(first)
             experts = torch.full((1, 64), rank + 1, dtype=torch.uint8, device=_device())
-            begin = time.monotonic()
             message = "redundancy_mapping|expert in slot" if what == "redundancy_mapping" else "where the slots are"
             with pytest.raises(hybrid_ep.ConfigError, match=message):
                 _push_and_look(buffer, first, experts, mapping)
-            assert time.monotonic() - begin < 3.0
             assert not first.any(), "something was written"
             dist.barrier()
             round_trip(buffer, draw(0, tokens=20, hidden=128), f"behind a call with {what}")

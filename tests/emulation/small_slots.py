@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,6 +15,7 @@ import torch.distributed as dist
 import hybrid_ep
 from tests.battery.cases import Case
 from tests.battery.normal import dispatch, make_buffer
+from tests.battery.refused_calls import TIMEOUT_S
 
 __all__ = ["check_memory_of_a_graph", "check_too_small_for_sums", "check_with_small_slots"]
 
@@ -37,7 +37,7 @@ def check_memory_of_a_graph(num_ranks_per_domain: int) -> None:
     small = Case("small", num_ranks, 20, hidden=128, num_ranks_per_domain=num_ranks_per_domain)
     large = replace(small, tokens=100, hidden=16384)
     inputs = small.inputs(rank)
-    with mock.patch.object(arena, "_INITIAL_SLOT_BYTES", 1), make_buffer(small, timeout_s=60.0) as buffer:
+    with mock.patch.object(arena, "_INITIAL_SLOT_BYTES", 1), make_buffer(small, timeout_s=TIMEOUT_S) as buffer:
         engine: Any = buffer.engine
         memory = engine._arena._memory
         before = (memory.addresses, engine._arena.slot_bytes, engine._arena._number)
@@ -57,12 +57,10 @@ def check_memory_of_a_graph(num_ranks_per_domain: int) -> None:
         ]
         if num_ranks_per_domain == num_ranks:
             calls.append(lambda: buffer.lb_prefetch_weights(experts.clone(), experts, mapping))
-        begin = time.monotonic()
         for call in calls:
             with pytest.raises(hybrid_ep.ConfigError, match=told):
                 _call(buffer, call)
         dist.barrier()
-        assert time.monotonic() - begin < 30.0
         engine._communicator.set_arena(*now)
         assert torch.equal(dispatch(buffer, small, inputs)[0], received)
         assert torch.equal(buffer.combine(received, handle)[0], want)

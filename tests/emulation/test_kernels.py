@@ -5,14 +5,31 @@ from __future__ import annotations
 import pytest
 
 import hybrid_ep
-from tests.battery import refused_low_latency, refused_normal
 from tests.battery.cases import CASES, LOW_LATENCY_CASES, Case, select
 from tests.emulation import repeated_calls, repeated_with_handles
 from tests.emulation.conftest import UNREAD, RunEmulated
 
-# More ranks take long, for they share two cores; of eight there is the case with the most different ones.
-_CASES = [case for case in select(CASES, one_domain=True) if case.num_ranks <= 4 or case.id == "ragged"]
-_LOW_LATENCY_CASES = select(LOW_LATENCY_CASES, num_ranks=4)
+# More ranks take long, for they share two cores; of eight there is the case with the most different ones. Cases of as
+# many ranks follow each other, for every other number starts new ranks.
+_CASES = sorted(
+    (case for case in select(CASES, one_domain=True) if case.num_ranks <= 4 or case.id == "ragged"),
+    key=lambda case: case.num_ranks,
+)
+# Each case of at most four ranks with one format, and each format with a case.
+_FORMATS = {
+    "one_rank": "fp8",
+    "zero_tokens_everywhere": "nvfp4",
+    "hidden_640": "nvfp4_ue8m0",
+    "hidden_7168": "fp8_rounded",
+    "hidden_16384": "nvfp4",
+    "top_32": "bf16",
+    "ragged": "bf16",
+    "holes": "fp8_ue8m0",
+    "duplicates": "bf16",
+}
+_LOW_LATENCY_CASES = {case.id: case for case in LOW_LATENCY_CASES}
+# Calls that repeat an earlier one: a rank without tokens, and rows that are all −1.
+_REPEATED = Case("repeated", 3, (11, 0, 14), num_experts=12, routing="holes")
 
 
 def _cases(*names: str) -> pytest.MarkDecorator:
@@ -21,14 +38,13 @@ def _cases(*names: str) -> pytest.MarkDecorator:
 
 
 @_cases()
-@pytest.mark.parametrize("check", ["check_round_trip", "check_cached", "check_bound"])
-def test_normal(run_emulated: RunEmulated, case: Case, check: str) -> None:
-    run_emulated(case.num_ranks, f"battery.normal.{check}", case)
+def test_normal(run_emulated: RunEmulated, case: Case) -> None:
+    for check in ("check_round_trip", "check_cached", "check_bound"):
+        run_emulated(case.num_ranks, f"battery.normal.{check}", case)
 
 
-@_cases("one_rank", "holes", "zero_tokens_on_one_rank")
-def test_repeated(run_emulated: RunEmulated, case: Case) -> None:
-    run_emulated(case.num_ranks, "battery.normal.check_repeated", case)
+def test_repeated(run_emulated: RunEmulated) -> None:
+    run_emulated(3, "battery.normal.check_repeated", _REPEATED)
 
 
 def test_a_repeated_dispatch_grows_slots(run_emulated: RunEmulated) -> None:
@@ -62,13 +78,13 @@ def test_combine_with_a_window(run_emulated: RunEmulated) -> None:
 
 
 @_cases("holes", "hidden_7168")
-@pytest.mark.parametrize("check", ["check_fp8", "check_nvfp4"])
-def test_normal_quantised(run_emulated: RunEmulated, case: Case, check: str) -> None:
-    run_emulated(case.num_ranks, f"battery.normal.{check}", case)
+def test_normal_quantised(run_emulated: RunEmulated, case: Case) -> None:
+    for check in ("check_fp8", "check_nvfp4"):
+        run_emulated(case.num_ranks, f"battery.normal.{check}", case)
 
 
-@_cases("holes", "duplicates", "top_32")
-@pytest.mark.parametrize("seed", [1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (3, 4))])
+@_cases("duplicates", "top_32")
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3, 4))])
 def test_paces(run_emulated: RunEmulated, case: Case, seed: int) -> None:
     """Copies at other paces and in other orders, and threads in other turns, change no bit."""
     run_emulated(case.num_ranks, "battery.normal.check_round_trip", case, seed=seed)
@@ -83,9 +99,9 @@ def test_paces(run_emulated: RunEmulated, case: Case, seed: int) -> None:
     "hidden_7168",
     "hidden_16384_experts_2048",  # rings do not fit beside the counters
 )
-@pytest.mark.parametrize("check", ["check_plain", "check_permuted", "check_permuted_cached", "check_overflow"])
-def test_hybrid(run_emulated: RunEmulated, case: Case, check: str) -> None:
-    run_emulated(case.num_ranks, f"battery.hybrid.{check}", case)
+def test_hybrid(run_emulated: RunEmulated, case: Case) -> None:
+    for check in ("check_plain", "check_permuted", "check_permuted_cached", "check_overflow"):
+        run_emulated(case.num_ranks, f"battery.hybrid.{check}", case)
 
 
 def test_grouped_rows_beyond_their_bound_are_told_to_all(run_emulated: RunEmulated) -> None:
@@ -102,56 +118,48 @@ def test_tokens_with_many_experts(run_emulated: RunEmulated) -> None:
     run_emulated(2, "battery.hybrid.check_plain", case)
 
 
-@_cases("two_ranks", "holes", "zero_tokens_on_one_rank", "all_holes")
-@pytest.mark.parametrize("check", ["check_compact", "check_expanded", "check_masked_decode"])
-def test_elastic_buffer(run_emulated: RunEmulated, case: Case, check: str) -> None:
-    run_emulated(case.num_ranks, f"battery.elastic.{check}", case)
+@_cases("holes", "zero_tokens_on_one_rank", "all_holes")
+def test_elastic_buffer(run_emulated: RunEmulated, case: Case) -> None:
+    for check in ("check_compact", "check_expanded", "check_masked_decode"):
+        run_emulated(case.num_ranks, f"battery.elastic.{check}", case)
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        "check_scales",
-        "check_gradients",
-        "check_deferred",
-        "check_too_many_tokens",
-        "check_other_most_tokens",
-        "check_other_handles",
-    ],
-)
-def test_elastic_calls_of_consumers(run_emulated: RunEmulated, check: str) -> None:
-    run_emulated(2, f"battery.elastic.{check}", Case("consumer", 2, 30))
+def test_elastic_calls_of_consumers(run_emulated: RunEmulated) -> None:
+    checks = "check_scales", "check_gradients", "check_deferred"
+    refusals = "check_too_many_tokens", "check_other_most_tokens", "check_other_handles"
+    for check in (*checks, *refusals):
+        run_emulated(2, f"battery.elastic.{check}", Case("consumer", 2, 30))
 
 
-@pytest.mark.parametrize("case", _LOW_LATENCY_CASES, ids=lambda case: case.id)
-def test_low_latency(run_emulated: RunEmulated, case: Case) -> None:
-    run_emulated(case.num_ranks, "battery.low_latency.check_low_latency", case, "bf16")
+@pytest.mark.parametrize("case_id", _FORMATS)
+def test_low_latency(run_emulated: RunEmulated, case_id: str) -> None:
+    case = _LOW_LATENCY_CASES[case_id]
+    run_emulated(case.num_ranks, "battery.low_latency.check_low_latency", case, _FORMATS[case_id])
     run_emulated(case.num_ranks, "battery.low_latency.check_mixed_hooks", case)
     run_emulated(case.num_ranks, "battery.low_latency.check_sums_over_rows", case)
 
 
-@_cases("two_ranks", "holes")
-@pytest.mark.parametrize(
-    ("check", "args"),
-    [("low_latency.check_repeats", ()), ("low_latency.check_low_latency", ("fp8",)), ("normal.check_bound", ())],
-)
-def test_repeated_calls(run_emulated: RunEmulated, case: Case, check: str, args: tuple[str, ...]) -> None:
-    run_emulated(case.num_ranks, UNREAD, f"battery.{check}", case, *args)
+def test_repeated_calls(run_emulated: RunEmulated) -> None:
+    for check, *args in (
+        ("low_latency.check_repeats",),
+        ("low_latency.check_low_latency", "fp8"),
+        ("normal.check_bound",),
+    ):
+        run_emulated(3, UNREAD, f"battery.{check}", _REPEATED, *args)
 
 
-@_cases("two_ranks", "holes", "zero_tokens_on_one_rank", "duplicates")
-def test_repeated_calls_of_hybrid_ep(run_emulated: RunEmulated, case: Case) -> None:
-    run_emulated(case.num_ranks, UNREAD, "battery.hybrid.check_again", case)
+def test_repeated_calls_of_hybrid_ep(run_emulated: RunEmulated) -> None:
+    case = Case("repeated", 3, (11, 0, 14), num_experts=12, routing="duplicates")
+    run_emulated(3, UNREAD, "battery.hybrid.check_again", case)
+
+
+@pytest.mark.parametrize("kind", [hybrid_ep.ElasticBuffer, hybrid_ep.EPBuffer], ids=lambda kind: kind.__name__)
+def test_repeated_calls_of_elastic_buffers(run_emulated: RunEmulated, kind: type) -> None:
+    run_emulated(3, UNREAD, "battery.elastic.check_repeats", _REPEATED, "cpu", kind)
 
 
 def test_copied_handles(run_emulated: RunEmulated) -> None:
     run_emulated(2, UNREAD, "battery.copied_handles.check_copied_handles", Case("copied", 2, 12))
-
-
-@_cases("two_ranks", "zero_tokens_on_one_rank")
-def test_repeated_calls_of_elastic_buffers(run_emulated: RunEmulated, case: Case) -> None:
-    for kind in hybrid_ep.ElasticBuffer, hybrid_ep.EPBuffer:
-        run_emulated(case.num_ranks, UNREAD, "battery.elastic.check_repeats", case, "cpu", kind)
 
 
 def test_default_device(run_emulated: RunEmulated) -> None:
@@ -173,21 +181,9 @@ def test_calls_that_repeat_an_earlier_one(run_emulated: RunEmulated, check: str)
     run_emulated(2, f"emulation.{check}")
 
 
-@pytest.mark.parametrize(
-    ("case_id", "format_name"),
-    [
-        *(("hidden_640", name) for name in ("fp8", "fp8_rounded", "fp8_ue8m0", "nvfp4", "nvfp4_ue8m0")),
-        *(("hidden_16384", name) for name in ("fp8_ue8m0", "nvfp4")),
-    ],
-)
-def test_low_latency_quantised(run_emulated: RunEmulated, case_id: str, format_name: str) -> None:
-    case = next(case for case in _LOW_LATENCY_CASES if case.id == case_id)
-    run_emulated(case.num_ranks, "battery.low_latency.check_low_latency", case, format_name)
-
-
 @pytest.mark.parametrize("case_id", ["hidden_640", "hidden_16384"])
 def test_low_latency_logfmt(run_emulated: RunEmulated, case_id: str) -> None:
-    case = next(case for case in _LOW_LATENCY_CASES if case.id == case_id)
+    case = _LOW_LATENCY_CASES[case_id]
     run_emulated(case.num_ranks, "battery.low_latency.check_logfmt", case)
 
 
@@ -203,9 +199,9 @@ def test_cleaned_low_latency_buffers_forget(run_emulated: RunEmulated) -> None:
     run_emulated(4, "battery.low_latency.check_cleaned", Case("cleaned", 4, 12))
 
 
-@pytest.mark.parametrize("format_name", ["fp8", "fp8_rounded", "fp8_ue8m0"])
-def test_low_latency_values_that_are_not_finite(run_emulated: RunEmulated, format_name: str) -> None:
-    run_emulated(2, "battery.low_latency.check_values_that_are_not_finite", format_name)
+def test_low_latency_values_that_are_not_finite(run_emulated: RunEmulated) -> None:
+    for format_name in ("fp8", "fp8_rounded", "fp8_ue8m0"):
+        run_emulated(2, "battery.low_latency.check_values_that_are_not_finite", format_name)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +221,7 @@ def test_low_latency_calls_that_are_refused(run_emulated: RunEmulated, check: st
     run_emulated(2, f"multi_gpu.low_latency.{check}")
 
 
-@pytest.mark.parametrize(("fp8", "hooked"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(("fp8", "hooked"), [(True, False), (False, True)])
 def test_low_latency_masks_by_hand(run_emulated: RunEmulated, fp8: bool, hooked: bool) -> None:
     run_emulated(2, UNREAD, "multi_gpu.low_latency_losses.check_masks_by_hand", fp8, hooked)
 
@@ -234,9 +230,8 @@ def test_low_latency_masks_that_the_device_tells_late(run_emulated: RunEmulated)
     run_emulated(2, UNREAD, "multi_gpu.low_latency_losses.check_an_answer_that_comes_late")
 
 
-@pytest.mark.parametrize("format_name", ["bf16", "nvfp4"])
-def test_low_latency_masks(run_emulated: RunEmulated, format_name: str) -> None:
-    run_emulated(4, UNREAD, "battery.low_latency_masks.check_masked", Case("masks", 4, 40), format_name, (0, 2))
+def test_low_latency_masks(run_emulated: RunEmulated) -> None:
+    run_emulated(4, UNREAD, "battery.low_latency_masks.check_masked", Case("masks", 4, 40), "nvfp4", (0, 2))
 
 
 @pytest.mark.parametrize("call", ["dispatch", "combine"])
@@ -266,9 +261,7 @@ def test_low_latency_ranks_that_do_not_come(run_emulated: RunEmulated, check: st
     run_emulated(2, UNREAD, f"multi_gpu.low_latency_losses.{check}", 8.0)
 
 
-@pytest.mark.parametrize(
-    ("kind", "use_logfmt"), [("comp_signal", False), ("comp_signal", True), ("src_signals", False)]
-)
+@pytest.mark.parametrize(("kind", "use_logfmt"), [("comp_signal", True), ("src_signals", False)])
 def test_low_latency_combine_beside_experts(run_emulated: RunEmulated, kind: str, use_logfmt: bool) -> None:
     run_emulated(2, "battery.signals.check_signals", kind, use_logfmt)
 
@@ -298,12 +291,28 @@ def test_ranks_that_disagree_are_told_so(run_emulated: RunEmulated, check: str) 
     run_emulated(2, f"battery.other_calls.{check}")
 
 
-@pytest.mark.parametrize("check", [check.__name__ for check in refused_low_latency.CHECKS])
+# Every refusal, of every rank and call: tests/multi_process, on the torch engine. Here, one for each kernel whose words
+# tell of it, and what only the kernels refuse.
+@pytest.mark.parametrize(
+    "check", ["check_handle_of_a_larger_buffer", "check_refused_combines", "check_refused_first_dispatch"]
+)
 def test_what_one_rank_refuses_all_are_told(run_emulated: RunEmulated, check: str) -> None:
-    run_emulated(3, f"battery.refused_low_latency.{check}")
+    run_emulated(2, f"battery.refused_low_latency.{check}")
 
 
-@pytest.mark.parametrize("check", [check.__name__ for check in refused_normal.CHECKS_OF_KERNELS])
+@pytest.mark.parametrize(
+    "check",
+    [
+        "check_refused_combines",
+        "check_refused_dispatches",
+        "check_refused_dispatches_along_handles",
+        "check_refused_moves_of_experts",
+        "check_refused_online_dispatch",
+        "check_refused_permuted_calls",
+        "check_refused_rows_of_kernels",
+        "check_refused_while_captured",
+    ],
+)
 def test_what_one_rank_refuses_of_normal_calls_all_are_told(run_emulated: RunEmulated, check: str) -> None:
     run_emulated(3, f"battery.refused_normal.{check}")
 
@@ -312,27 +321,24 @@ def test_ranks_compare_the_low_latency_memory_that_they_use(run_emulated: RunEmu
     run_emulated(3, "battery.refused_low_latency.check_memory_of_a_graph", 4.0)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_ranks_agree_before_memory_grows(run_emulated: RunEmulated, num_ranks: int) -> None:
+def test_ranks_agree_before_memory_grows(run_emulated: RunEmulated) -> None:
     """What one rank alone would make grow is refused at all ranks, and later growth succeeds."""
     small = "emulation.small_slots.check_with_small_slots"
-    run_emulated(num_ranks, small, "battery.other_calls.check_combines_that_grow_memory")
-    run_emulated(num_ranks, small, "emulation.experts.check_copies_that_grow_memory")
-    run_emulated(num_ranks, "battery.other_calls.check_low_latency_calls_that_grow_memory")
+    run_emulated(4, small, "battery.other_calls.check_combines_that_grow_memory")
+    run_emulated(4, small, "emulation.experts.check_copies_that_grow_memory")
+    run_emulated(4, "battery.other_calls.check_low_latency_calls_that_grow_memory")
 
 
 def test_ranks_compare_the_memory_that_they_use(run_emulated: RunEmulated) -> None:
     run_emulated(2, "emulation.small_slots.check_memory_of_a_graph", 2)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_combines_along_other_handles_are_refused_at_once(run_emulated: RunEmulated, num_ranks: int) -> None:
-    run_emulated(num_ranks, "battery.other_calls.check_combine_along_other_handles")
+def test_combines_along_other_handles_are_refused_at_once(run_emulated: RunEmulated) -> None:
+    run_emulated(3, "battery.other_calls.check_combine_along_other_handles")
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_low_latency_combines_along_other_handles_are_refused(run_emulated: RunEmulated, num_ranks: int) -> None:
-    run_emulated(num_ranks, "battery.other_calls.check_combine_along_other_low_latency_handles")
+def test_low_latency_combines_along_other_handles_are_refused(run_emulated: RunEmulated) -> None:
+    run_emulated(3, "battery.other_calls.check_combine_along_other_low_latency_handles")
 
 
 @pytest.mark.parametrize(
@@ -347,26 +353,18 @@ def test_ranks_get_ahead_of_ctas_that_stall(run_emulated: RunEmulated, num_ranks
     run_emulated(num_ranks, "emulation.devices.check_with_stalls", check)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_rank_that_is_ahead_does_not_disagree(run_emulated: RunEmulated, seed: int) -> None:
-    run_emulated(4, "battery.other_calls.check_calls_in_turn", seed=seed)
-
-
-@pytest.mark.parametrize("check", ["check_overflow", "check_error_of_the_last_call"])
-def test_late_errors(run_emulated: RunEmulated, check: str) -> None:
-    run_emulated(3, f"multi_gpu.late_errors.{check}")
+def test_late_errors(run_emulated: RunEmulated) -> None:
+    for check in ("check_overflow", "check_error_of_the_last_call"):
+        run_emulated(3, f"multi_gpu.late_errors.{check}")
 
 
 @pytest.mark.parametrize(
     "check",
     [
-        "check_bad_expert",
         "check_bound_beyond_common_bound",
         "check_errors_keep_no_slot",
-        "check_handles_of_others",
         "check_misaligned_scales",
         "check_same_bytes",
-        "check_too_many_tokens",
     ],
 )
 def test_what_one_rank_gets_wrong_all_are_told(run_emulated: RunEmulated, check: str) -> None:
@@ -446,7 +444,7 @@ def test_balance(run_emulated: RunEmulated) -> None:
     run_emulated(2, "emulation.balance.check_layer")
 
 
-@pytest.mark.parametrize(("num_ranks", "seed"), [(1, 0), (2, 1), (4, 2), pytest.param(4, 3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("num_ranks", "seed"), [(1, 0), (4, 2), pytest.param(4, 3, marks=pytest.mark.slow)])
 def test_copies_of_experts(run_emulated: RunEmulated, num_ranks: int, seed: int) -> None:
     run_emulated(num_ranks, "emulation.experts.check_copies", seed=seed)
 
@@ -469,7 +467,6 @@ def test_copies_of_experts_in_special_cases(run_emulated: RunEmulated, num_ranks
     ("num_ranks", "check"),
     [
         (1, "check_pushes"),
-        (2, "check_pushes"),
         (4, "check_pushes"),
         (3, "check_pushes_in_turn"),
         (2, "check_pushes_past_the_last_number"),
@@ -482,8 +479,7 @@ def test_experts_that_are_pushed(run_emulated: RunEmulated, num_ranks: int, chec
     run_emulated(num_ranks, f"emulation.pushed_experts.{check}")
 
 
-@pytest.mark.parametrize("has_plan", [False, True])
-@pytest.mark.parametrize("has_expert", [False, True])
+@pytest.mark.parametrize(("has_expert", "has_plan"), [(False, True), (True, False)])
 def test_a_rank_that_does_not_come_to_copy_experts(run_emulated: RunEmulated, has_expert: bool, has_plan: bool) -> None:
     run_emulated(3, "emulation.experts.check_missing_rank", has_expert, has_plan)
 

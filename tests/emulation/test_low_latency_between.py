@@ -14,42 +14,50 @@ from typing import Any
 import pytest
 
 from hybrid_ep.testing.cluster import RankError, VirtualCluster
-from tests.battery import refused_low_latency
 from tests.battery.cases import Case
-from tests.battery.low_latency import FORMATS
 from tests.emulation.conftest import UNREAD, RunEmulated
 from tests.emulation.engine import run
 
+# Every other number of ranks starts new ones, so that cases of as many follow each other.
 CASES = [
     Case("2x1", 2, 40, num_ranks_per_domain=1),
-    Case("2x2", 4, 36, num_ranks_per_domain=2),
-    Case("3x2_duplicates", 6, 34, num_experts=12, routing="duplicates", num_ranks_per_domain=2),
-    Case("2x4_ragged", 8, (5, 0, 17, 1, 34, 2, 0, 9), num_experts=32, num_ranks_per_domain=4),
+    Case("2x1_hidden_7168", 2, 33, hidden=7168, num_experts=36, topk=8, num_ranks_per_domain=1),
     Case("4x1_groups", 4, 33, routing="groups", num_ranks_per_domain=1),
+    Case("2x2", 4, 36, num_ranks_per_domain=2),
     Case("2x2_holes", 4, 40, routing="holes", num_ranks_per_domain=2),
     Case("2x2_hot", 4, 40, routing="hot", num_ranks_per_domain=2),
     Case("2x2_empty", 4, 9, routing="empty", num_ranks_per_domain=2),
     Case("2x2_zero_tokens", 4, 0, num_ranks_per_domain=2),
     Case("2x2_nothing_crosses", 4, 21, routing="local", num_ranks_per_domain=2),
-    Case("2x1_hidden_7168", 2, 33, hidden=7168, num_experts=36, topk=8, num_ranks_per_domain=1),
     Case("2x2_top_32", 4, 11, topk=32, num_experts=64, num_ranks_per_domain=2),
+    Case("3x2_duplicates", 6, 34, num_experts=12, routing="duplicates", num_ranks_per_domain=2),
+    Case("2x4_ragged", 8, (5, 0, 17, 1, 34, 2, 0, 9), num_experts=32, num_ranks_per_domain=4),
 ]
 _BY_ID = {case.id: case for case in CASES}
+# Each case over one link and with one format of rows; each format with a link, and both formats of scales with each.
+_RUNS = [
+    ("2x1", "bf16", "loopback"),
+    ("2x1_hidden_7168", "fp8", "loopback"),
+    ("4x1_groups", "nvfp4", "tcp"),
+    ("2x2_holes", "fp8_ue8m0", "tcp"),
+    ("2x2_hot", "fp8_rounded", "loopback"),
+    ("2x2_empty", "fp8", "nvshmem"),
+    ("2x2_zero_tokens", "nvfp4", "nvshmem"),
+    ("2x2_nothing_crosses", "nvfp4_ue8m0", "nvshmem"),
+    ("2x2_top_32", "bf16", "tcp"),
+    ("3x2_duplicates", "fp8_ue8m0", "nvshmem"),
+    ("2x4_ragged", "bf16", "nvshmem"),
+]
 TIMEOUT_S = 12.0  # above the longest call of ranks that share two cores
 LIMIT_S = 100.0
 # Ranks that are left out by hand.
 MASKED = [
-    ("2x1", "bf16", (1,)),
-    ("2x2_holes", "bf16", (2,)),
-    ("2x2_hot", "fp8_rounded", (0,)),
-    ("3x2_duplicates", "fp8_ue8m0", (1, 4)),
-    ("3x2_duplicates", "nvfp4", (0, 1)),
-    ("4x1_groups", "nvfp4_ue8m0", (2,)),
-    ("2x4_ragged", "fp8", (0, 7)),
-    ("2x1_hidden_7168", "bf16", (0,)),
-    ("2x2_top_32", "fp8", (3,)),
+    ("2x1", "loopback", "bf16", (1,)),
+    ("2x2_hot", "tcp", "fp8_rounded", (0,)),
+    ("4x1_groups", "nvshmem", "nvfp4_ue8m0", (2,)),
+    ("3x2_duplicates", "loopback", "fp8", (1, 4)),  # a rank of each of two domains
+    ("3x2_duplicates", "nvshmem", "nvfp4", (0, 1)),  # a whole domain
 ]
-_FEW = [_BY_ID[name] for name in ("2x2_holes", "3x2_duplicates", "2x4_ragged")]
 
 
 @pytest.fixture(scope="module")
@@ -62,38 +70,16 @@ def run_by_kernels(run_emulated: RunEmulated) -> RunEmulated:
     return run_check
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_rows(run_by_kernels: RunEmulated, case: Case) -> None:
-    run_by_kernels(case.num_ranks, "battery.low_latency.check_low_latency", case, "bf16")
-    run_by_kernels(case.num_ranks, "battery.low_latency.check_mixed_hooks", case)
-
-
-@pytest.mark.parametrize("format_name", [name for name in FORMATS if name != "bf16"])
-@pytest.mark.parametrize("case_id", [pytest.param("2x2_holes", marks=pytest.mark.slow), "3x2_duplicates"])
-def test_quantised(run_by_kernels: RunEmulated, case_id: str, format_name: str) -> None:
+@pytest.mark.parametrize(("case_id", "format_name", "transport"), _RUNS)
+def test_rows(run_by_kernels: RunEmulated, case_id: str, format_name: str, transport: str) -> None:
     case = _BY_ID[case_id]
-    run_by_kernels(case.num_ranks, "battery.low_latency.check_low_latency", case, format_name)
+    over, check = ("emulation.domains.check_over", transport), "battery.low_latency.check_low_latency"
+    run_by_kernels(case.num_ranks, *over, check, case, format_name)
+    run_by_kernels(case.num_ranks, *over, "battery.low_latency.check_mixed_hooks", case)
 
 
-@pytest.mark.parametrize("case_id", [pytest.param("2x2_holes", marks=pytest.mark.slow), "3x2_duplicates"])
-def test_logfmt(run_by_kernels: RunEmulated, case_id: str) -> None:
-    case = _BY_ID[case_id]
-    run_by_kernels(case.num_ranks, "battery.low_latency.check_logfmt", case)
-
-
-@pytest.mark.parametrize("case", _FEW, ids=lambda case: case.id)
-@pytest.mark.parametrize(
-    ("format_name", "transport"),
-    [
-        ("bf16", "tcp"),
-        pytest.param("fp8", "tcp", marks=pytest.mark.slow),
-        pytest.param("bf16", "nvshmem", marks=pytest.mark.slow),
-        ("fp8", "nvshmem"),
-    ],
-)
-def test_over_a_transport(run_by_kernels: RunEmulated, case: Case, format_name: str, transport: str) -> None:
-    check = "battery.low_latency.check_low_latency"
-    run_by_kernels(case.num_ranks, "emulation.domains.check_over", transport, check, case, format_name)
+def test_logfmt(run_by_kernels: RunEmulated) -> None:
+    run_by_kernels(4, "battery.low_latency.check_logfmt", _BY_ID["2x2_holes"])
 
 
 @pytest.mark.parametrize(("maps", "case_id"), [("check_mapped", "2x2_holes"), ("check_some_mapped", "4x1_groups")])
@@ -102,33 +88,29 @@ def test_over_nvshmem_to_mapped_peers(run_by_kernels: RunEmulated, maps: str, ca
     run_by_kernels(case.num_ranks, f"emulation.over_nvshmem.{maps}", check, case, "fp8")
 
 
-@pytest.mark.parametrize("case", _FEW, ids=lambda case: case.id)
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_chunks_that_overtake_each_other(run_by_kernels: RunEmulated, case: Case, seed: int) -> None:
+@pytest.mark.parametrize(("case_id", "seed"), [("2x2_holes", 0), ("3x2_duplicates", 1)])
+def test_chunks_that_overtake_each_other(run_by_kernels: RunEmulated, case_id: str, seed: int) -> None:
+    case, slow = _BY_ID[case_id], "emulation.faulty_links.check_on_slow_link"
     check = "battery.low_latency.check_low_latency"
-    run_by_kernels(
-        case.num_ranks, "emulation.faulty_links.check_on_slow_link", check, seed, case, "fp8_ue8m0", seed=seed
-    )
+    run_by_kernels(case.num_ranks, slow, check, seed, case, "fp8_ue8m0", seed=seed)
     check = "battery.low_latency.check_overlapping_batches"
-    run_by_kernels(case.num_ranks, "emulation.faulty_links.check_on_slow_link", check, seed, case, seed=seed)
+    run_by_kernels(case.num_ranks, slow, check, seed, case, seed=seed)
 
 
-@pytest.mark.parametrize("case", _FEW, ids=lambda case: case.id)
-def test_batches_overlap(run_by_kernels: RunEmulated, case: Case) -> None:
-    run_by_kernels(case.num_ranks, "battery.low_latency.check_overlapping_batches", case)
+def test_batches_overlap(run_by_kernels: RunEmulated) -> None:
+    run_by_kernels(4, "battery.low_latency.check_overlapping_batches", _BY_ID["2x2_holes"])
 
 
 @pytest.mark.parametrize("check", ["check_events", "check_faults", "check_hooks_between", "check_two_buffers"])
-@pytest.mark.parametrize("size", [1, 2])
-def test_repeated_calls(run_by_kernels: RunEmulated, check: str, size: int) -> None:
+def test_repeated_calls(run_by_kernels: RunEmulated, check: str) -> None:
     in_domains = "emulation.domains.check_in_domains"
-    run_by_kernels(2 * size, in_domains, size, f"emulation.repeated_calls.{check}")
+    run_by_kernels(2, in_domains, 1, f"emulation.repeated_calls.{check}")
 
 
 @pytest.mark.parametrize("transport", ["loopback", "tcp", "nvshmem"])
 def test_dispatches_ahead(run_by_kernels: RunEmulated, transport: str) -> None:
-    check = "battery.low_latency.check_dispatches_ahead"
-    run_by_kernels(4, "emulation.domains.check_over", transport, check, _BY_ID["2x2_holes"])
+    check, case = "battery.low_latency.check_dispatches_ahead", Case("ahead", 2, 12, num_ranks_per_domain=1)
+    run_by_kernels(2, "emulation.domains.check_over", transport, check, case)
 
 
 @pytest.mark.parametrize("transport", ["loopback", "tcp", "nvshmem"])
@@ -166,20 +148,20 @@ def test_a_rank_that_comes_too_late_is_named(run_by_kernels: RunEmulated, transp
         "check_too_many_low_latency_tokens",
     ],
 )
-@pytest.mark.parametrize("size", [1, 2])
-def test_ranks_that_differ(run_by_kernels: RunEmulated, check: str, size: int) -> None:
-    run_by_kernels(2 * size, "emulation.domains.check_in_domains", size, f"battery.other_calls.{check}")
+def test_ranks_that_differ(run_by_kernels: RunEmulated, check: str) -> None:
+    run_by_kernels(4, "emulation.domains.check_in_domains", 2, f"battery.other_calls.{check}")
 
 
-@pytest.mark.parametrize("check", [check.__name__ for check in refused_low_latency.CHECKS])
-@pytest.mark.parametrize("size", [1, 2])
+# More of them: test_kernels.py, and all of them on the torch engine.
+@pytest.mark.parametrize(
+    ("check", "size"),
+    [("check_refused_combines", 1), ("check_refused_first_dispatch", 2), ("check_handle_of_a_larger_buffer", 1)],
+)
 def test_what_one_rank_refuses_all_are_told(run_by_kernels: RunEmulated, check: str, size: int) -> None:
     run_by_kernels(2 * size, "emulation.domains.check_in_domains", size, f"battery.refused_low_latency.{check}")
 
 
-@pytest.mark.parametrize(
-    ("kind", "use_logfmt"), [("comp_signal", False), ("comp_signal", True), ("src_signals", False)]
-)
+@pytest.mark.parametrize(("kind", "use_logfmt"), [("comp_signal", True), ("src_signals", False)])
 def test_combine_beside_experts(run_by_kernels: RunEmulated, kind: str, use_logfmt: bool) -> None:
     run_by_kernels(2, "emulation.domains.check_in_domains", 1, "battery.signals.check_signals", kind, use_logfmt)
 
@@ -267,42 +249,25 @@ def test_the_torch_engine_serves_rows_that_the_kernels_do_not_move(run_emulated:
     run_emulated(4, "emulation.domains.check_by_torch", check, case, "bf16")
 
 
-@pytest.mark.parametrize(("case_id", "format_name", "lost"), MASKED)
-def test_masks(run_by_kernels: RunEmulated, case_id: str, format_name: str, lost: tuple[int, ...]) -> None:
-    case = _BY_ID[case_id]
-    run_by_kernels(case.num_ranks, UNREAD, "battery.low_latency_masks.check_masked", case, format_name, lost)
-
-
-@pytest.mark.parametrize(
-    ("transport", "case_id", "lost"),
-    [
-        ("tcp", "2x2_holes", (1,)),
-        pytest.param("tcp", "3x2_duplicates", (2, 5), marks=pytest.mark.slow),
-        pytest.param("nvshmem", "2x2_holes", (1,), marks=pytest.mark.slow),
-        ("nvshmem", "3x2_duplicates", (2, 5)),
-    ],
-)
-def test_masks_over_a_transport(
-    run_by_kernels: RunEmulated, transport: str, case_id: str, lost: tuple[int, ...]
+@pytest.mark.parametrize(("case_id", "transport", "format_name", "lost"), MASKED)
+def test_masks(
+    run_by_kernels: RunEmulated, case_id: str, transport: str, format_name: str, lost: tuple[int, ...]
 ) -> None:
     case, check = _BY_ID[case_id], "battery.low_latency_masks.check_masked"
-    run_by_kernels(case.num_ranks, "emulation.domains.check_over", transport, check, case, "fp8", lost)
+    over = "emulation.domains.check_over", transport
+    run_by_kernels(case.num_ranks, UNREAD, *over, check, case, format_name, lost)
 
 
-@pytest.mark.parametrize(("case_id", "lost"), [("2x2_holes", (3,)), ("3x2_duplicates", (0,)), ("2x4_ragged", (4, 6))])
-def test_masks_where_chunks_overtake_each_other(
-    run_by_kernels: RunEmulated, case_id: str, lost: tuple[int, ...]
-) -> None:
-    case, check = _BY_ID[case_id], "battery.low_latency_masks.check_masked"
+def test_masks_where_chunks_overtake_each_other(run_by_kernels: RunEmulated) -> None:
+    case, check = _BY_ID["2x2_holes"], "battery.low_latency_masks.check_masked"
     slow = "emulation.faulty_links.check_on_slow_link"
-    run_by_kernels(case.num_ranks, slow, check, 1, case, "bf16", lost, seed=1)
+    run_by_kernels(case.num_ranks, slow, check, 1, case, "bf16", (3,), seed=1)
 
 
-@pytest.mark.parametrize("format_name", ["bf16", "nvfp4"])
-def test_masks_of_the_torch_engine(run_emulated: RunEmulated, format_name: str) -> None:
+def test_masks_of_the_torch_engine(run_emulated: RunEmulated) -> None:
     """By the same check: the engines give the same bits."""
-    case, check = _BY_ID["3x2_duplicates"], "battery.low_latency_masks.check_masked"
-    run_emulated(6, "emulation.domains.check_torch_asked_for", check, case, format_name, (1, 4))
+    case, check = _BY_ID["2x2_holes"], "battery.low_latency_masks.check_masked"
+    run_emulated(4, "emulation.domains.check_torch_asked_for", check, case, "nvfp4", (2,))
 
 
 def test_masks_of_rows_that_the_kernels_do_not_move(run_emulated: RunEmulated) -> None:

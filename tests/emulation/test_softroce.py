@@ -22,7 +22,7 @@ from tests.prerequisites import require
 from tests.sim.softroce_kernels import KILLED_RANK, LOST_TIMEOUT_S, ROUNDS_WITH_A_LOSS, num_rounds
 from tests.sim.softroce_vm import MissingPrerequisite, run_in_vm
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 # The call that meets the fault may begin after it, and an emulated machine is slow.
 LIMIT_S = 2 * LOST_TIMEOUT_S

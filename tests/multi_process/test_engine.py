@@ -23,20 +23,13 @@ from tests.conftest import RunRanks
 from tests.emulation.domains import check_in_domains
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-LOGFMT_CASES = [case for case in LOW_LATENCY_CASES if case.hidden % 128 == 0]
-fp8_cases = pytest.mark.parametrize("case", [c for c in CASES if c.hidden % 128 == 0], ids=lambda case: case.id)
+_FORMATS = list(low_latency.FORMATS)
 
 
 @every_case
-@pytest.mark.parametrize("check", [normal.check_round_trip, normal.check_cached, normal.check_bound])
-def test_normal(run_ranks: RunRanks, case: Case, check: Callable[..., None]) -> None:
-    run_ranks(case.num_ranks, check, case)
-
-
-@fp8_cases
-@pytest.mark.parametrize("check", [normal.check_fp8, normal.check_nvfp4])
-def test_normal_quantised(run_ranks: RunRanks, case: Case, check: Callable[..., None]) -> None:
-    run_ranks(case.num_ranks, check, case)
+def test_normal(run_ranks: RunRanks, case: Case) -> None:
+    for check in normal.CHECKS if case.hidden % 128 == 0 else normal.CHECKS_OF_BF16:
+        run_ranks(case.num_ranks, check, case)
 
 
 @pytest.mark.parametrize("ranks_per_domain", [None, 1])
@@ -104,30 +97,30 @@ def test_ranks_of_all_domains_are_told(run_ranks: RunRanks, check: Callable[[], 
 
 
 @every_case
-@pytest.mark.parametrize(
-    "check", [hybrid.check_plain, hybrid.check_permuted, hybrid.check_permuted_cached, hybrid.check_overflow]
-)
-def test_hybrid(run_ranks: RunRanks, case: Case, check: Callable[..., None]) -> None:
-    run_ranks(case.num_ranks, check, case)
+def test_hybrid(run_ranks: RunRanks, case: Case) -> None:
+    for check in (hybrid.check_plain, hybrid.check_permuted, hybrid.check_permuted_cached, hybrid.check_overflow):
+        run_ranks(case.num_ranks, check, case)
+    if case.hidden % 128 == 0:
+        run_ranks(case.num_ranks, _permuted_fp8, case)
 
 
 def test_an_overflow_along_a_map_is_told_to_all(run_ranks: RunRanks) -> None:
     run_ranks(3, hybrid.check_overflow_of_a_map, Case("map", 3, 12, num_experts=12))
 
 
-@fp8_cases
-def test_hybrid_fp8(run_ranks: RunRanks, case: Case) -> None:
-    run_ranks(case.num_ranks, _permuted_fp8, case)
-
-
 def _permuted_fp8(case: Case) -> None:
     hybrid.check_permuted(case, fp8=True)
 
 
-@pytest.mark.parametrize("case", LOW_LATENCY_CASES, ids=lambda case: case.id)
-@pytest.mark.parametrize("format_name", low_latency.FORMATS)
-def test_low_latency(run_ranks: RunRanks, case: Case, format_name: str) -> None:
-    run_ranks(case.num_ranks, low_latency.check_low_latency, case, format_name)
+@pytest.mark.parametrize("idx", range(len(LOW_LATENCY_CASES)), ids=lambda idx: LOW_LATENCY_CASES[idx].id)
+def test_low_latency(run_ranks: RunRanks, idx: int) -> None:
+    """Each case with bf16 and one other format, so that each format has two cases or more."""
+    case = LOW_LATENCY_CASES[idx]
+    for format_name in ("bf16", _FORMATS[1 + idx % (len(_FORMATS) - 1)]):
+        run_ranks(case.num_ranks, low_latency.check_low_latency, case, format_name)
+    run_ranks(case.num_ranks, low_latency.check_mixed_hooks, case)
+    if case.hidden % 128 == 0:
+        run_ranks(case.num_ranks, low_latency.check_logfmt, case)
 
 
 @pytest.mark.parametrize("check", [low_latency.check_mixed_hooks, low_latency.check_logfmt])
@@ -161,11 +154,6 @@ def test_a_signal_of_experts_that_does_not_come(run_ranks: RunRanks) -> None:
     run_ranks(3, signals.check_missing_signal, 3.0)
 
 
-@pytest.mark.parametrize("case", LOGFMT_CASES, ids=lambda case: case.id)
-def test_low_latency_logfmt(run_ranks: RunRanks, case: Case) -> None:
-    run_ranks(case.num_ranks, low_latency.check_logfmt, case)
-
-
 def test_low_latency_batches_overlap(run_ranks: RunRanks) -> None:
     run_ranks(4, low_latency.check_overlapping_batches, Case("overlap", 4, 12))
 
@@ -187,8 +175,3 @@ def test_low_latency_misuse_and_delay(run_ranks: RunRanks, check: Callable[[], N
 
 def test_a_late_rank_comes_back(run_ranks: RunRanks) -> None:
     run_ranks(3, low_latency_masks.check_late_rank_comes_back, 3.0)
-
-
-@pytest.mark.parametrize("case", LOW_LATENCY_CASES, ids=lambda case: case.id)
-def test_low_latency_hooks_are_mixed(run_ranks: RunRanks, case: Case) -> None:
-    run_ranks(case.num_ranks, low_latency.check_mixed_hooks, case)

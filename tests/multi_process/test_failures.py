@@ -222,23 +222,20 @@ def test_the_wait_after_a_loss_ends() -> None:
     assert told.startswith("barrier: header: rank 0 waited 3 s for rank 1: ")
 
 
-def _wait_in_vain(timeout_s: float) -> bool:
-    """Rank 1 does not come; whether rank 0 was told before rank 1 ended."""
+def _wait_in_vain(timeout_s: float) -> None:
+    """Rank 1 does not come, and does not end before rank 0 is told."""
     case = Case("alone", 2, 4)
     with normal.make_buffer(case, timeout_s=timeout_s) as buffer:
         if dist.get_rank() == 1:
-            time.sleep(8)
-            return False
-        begin = time.monotonic()
+            time.sleep(600)
         with pytest.raises(TimeoutError, match=r"waited 0\.0002 s for rank 1"):
             normal.dispatch(buffer, case, case.inputs(0))
-        return time.monotonic() - begin < 6
 
 
 def test_a_time_below_a_millisecond_is_not_forever() -> None:
     with VirtualCluster(2) as cluster:
         cluster.start(_wait_in_vain, 2e-4)
-        assert cluster.collect([0], limit_s=60) == [True]
+        cluster.collect([0], limit_s=60)
 
 
 def _mask_by_hand(case: Case, victim: int) -> list[int]:

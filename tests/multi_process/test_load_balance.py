@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 from unittest import mock
 
@@ -17,6 +16,7 @@ from hybrid_ep.buffers import expert_moves
 from hybrid_ep.buffers.expert_moves import CountExchange
 from hybrid_ep.engine.calls import Dispatched, DispatchRequest
 from hybrid_ep.errors import ConfigError
+from tests.battery.refused_calls import TIMEOUT_S
 from tests.conftest import RunRanks
 
 NUM_RANKS, NUM_LOCAL, NUM_SPARE = 4, 3, 3
@@ -114,20 +114,18 @@ def check_other_slots() -> None:
     """Domains with other numbers of spare slots: every rank is told, none waits, and all go on."""
     rank = dist.get_rank()
     told = pytest.raises(hybrid_ep.ConfigError, match=r"^spare slots of a rank is .* allowed: the same on every rank")
-    with hybrid_ep.Buffer(num_ranks_per_domain=2, timeout_s=60.0) as buffer:
+    with hybrid_ep.Buffer(num_ranks_per_domain=2, timeout_s=TIMEOUT_S) as buffer:
 
         def call(move: Callable[[Tensor, Tensor, Tensor], object], num_slots: int) -> None:
             mapping = torch.zeros(2, num_slots, dtype=torch.int32)
             move(torch.zeros(num_slots, 24), torch.zeros(NUM_LOCAL, 24), mapping)
             buffer.raise_pending()
 
-        begin = time.monotonic()
         for move in (buffer.lb_prefetch_weights, buffer.lb_reduce_grads):
             with told:
                 call(move, 2 if rank < 2 else 3)
             dist.barrier()
             call(move, 2)
-        assert time.monotonic() - begin < 30.0
 
 
 def test_domains_with_other_numbers_of_slots_are_told_so(run_ranks: RunRanks) -> None:

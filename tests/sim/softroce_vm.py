@@ -20,10 +20,9 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.prerequisites import find, missing
+from tests.prerequisites import CACHE, find, missing
 
 HERE = Path(__file__).resolve().parent
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hybrid_ep" / "softroce"
 BOOT_MODULES = ("virtio_pci", "9pnet_virtio", "9p", "overlay", "virtio_rng")
 RDMA_MODULES = ("crc32_generic", "veth", "bridge", "sch_netem", "ib_core", "ib_uverbs", "rdma_ucm", "rdma_rxe")
 TOOLS = ("qemu-system-x86_64", "busybox", "modprobe", "depmod", "apt-get", "dpkg-deb", "ip", "rdma")
@@ -64,7 +63,7 @@ def run_in_vm(commands: str, folder: Path, *, num_nics: int = 2, memory_mb: int 
         RuntimeError: the machine did not come up, or the job failed; the message ends with its output.
         subprocess.TimeoutExpired: it took longer than `limit_s`.
     """
-    boot = prepare(CACHE)
+    boot = prepare(CACHE / "softroce")
     folder.mkdir(parents=True, exist_ok=True)
     network = (HERE / "softroce_network.sh").read_text()
     (folder / "run.sh").write_text(

