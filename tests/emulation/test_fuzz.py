@@ -9,12 +9,12 @@ from tests.emulation.conftest import UNREAD, RunEmulated
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)], ids="{}_ranks".format)
-@seed_blocks(4, 62)
+@seed_blocks(3, 63)
 def test_calls_that_repeat_an_earlier_one(run_emulated: RunEmulated, num_ranks: int, seeds: range) -> None:
     run_emulated(num_ranks, UNREAD, "battery.fuzz.check_seeds", seeds, seed=seeds[0])
 
 
 @pytest.mark.parametrize("num_ranks", [4, pytest.param(1, marks=pytest.mark.slow)], ids="{}_ranks".format)
-@seed_blocks(2, 31)
+@seed_blocks(1, 32)
 def test_calls_in_steps(run_emulated: RunEmulated, num_ranks: int, seeds: range) -> None:
     run_emulated(num_ranks, "battery.fuzz.check_seeds", seeds, seed=seeds[0])

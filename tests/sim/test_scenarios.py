@@ -157,16 +157,14 @@ def test_stub_is_the_library_that_the_loader_knows(tmp_path: Path) -> None:
     assert b"libnvidia-ml.so.1\0" in content
 
 
-_SEED, _NODES, _PAIRS = 20261123, 60, 600
-
-
-def test_no_damage_crashes_the_doctor() -> None:
-    command = [sys.executable, "-m", "tests.sim.damage", str(_SEED), str(_NODES)]
+@pytest.mark.parametrize(("seed", "num_nodes"), [(20261123, 24), pytest.param(20261124, 100, marks=pytest.mark.slow)])
+def test_no_damage_crashes_the_doctor(seed: int, num_nodes: int) -> None:
+    command = [sys.executable, "-m", "tests.sim.damage", str(seed), str(num_nodes)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["nodes"] >= _NODES
-    assert found["pairs"] >= _PAIRS
+    assert found["nodes"] >= num_nodes
+    assert found["pairs"] >= 10 * num_nodes
     assert found["crashes"] == []
     assert {*FILE_DAMAGES, *PLACE_DAMAGES, "NVML", "fact", "silent"} <= set(found["damages"])
     assert set(found["statuses"]) >= {"pass", "fail", "unknown"}
