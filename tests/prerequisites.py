@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-# What tests download or build once for all runs.
+# Tests keep here what they download or build once for all runs.
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hybrid_ep"
 
 # A program or file → the package that brings it. Those in lower case without a folder are looked for in PATH, where

@@ -55,7 +55,7 @@ struct DispatchRequest {
   std::optional<int> refusal;
 };
 
-// What ranks publish of a dispatch, as hybrid_ep/agree/fields.py numbers it.
+// Ranks publish these fields of a dispatch, which hybrid_ep/agree/fields.py numbers.
 struct DispatchCall {
   int dtype, scale_dtype;  // kAbsent without scales
   bool has_topk;           // whether the routing came as top-k indices

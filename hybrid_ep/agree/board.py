@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakKeyDictionary
 
 from hybrid_ep.agree.within import UnfinishedError, run_within
+from hybrid_ep.errors import TransportError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -27,6 +28,10 @@ _ACCESS_S = 5.0
 
 class StoreLostError(Exception):
     """The store does not answer: the process that holds it is lost or stopped."""
+
+    def at_step(self, where: str, rank: int) -> TransportError:
+        """Returns what a call raises because of it, in a step of this rank."""
+        return TransportError(where, rank, None, f"the store of the process group is lost ({self})")
 
 
 class Board:

@@ -145,12 +145,16 @@ def meet(
             if not missing:
                 return {member: met.texts[member] for member in ranks}
             if rank not in missing:
-                others = f"; ranks {missing} are missing" if len(missing) > 1 else ""
-                detail = _LATE if is_late else missed + others
+                detail = _LATE if is_late else _listed(missed, missing)
                 raise TimeoutError(where, rank, missing[0], detail, timeout_s=timeout_s)
             is_late = True  # the others have given this rank up before it came
     except StoreLostError as error:
-        raise TransportError(where, rank, None, f"the store of the process group is lost ({error})") from error
+        raise error.at_step(where, rank) from error
+
+
+def _listed(missed: str, missing: list[int]) -> str:
+    """What the first missing rank has not done, and all missing ranks where they are several."""
+    return missed if len(missing) == 1 else f"{missed}; ranks {missing} are missing"
 
 
 def exchange(
@@ -185,13 +189,13 @@ def exchange(
                 found[peer] = bytes.fromhex(text.removeprefix(_VALUE))
             missing = [peer for peer in missing if peer not in found]
             if missing and time.monotonic() > deadline:
-                others = f"; ranks {missing} are missing" if len(missing) > 1 else ""
-                raise TimeoutError(where, rank, missing[0], f"it has published no address{others}", timeout_s)
+                detail = _listed("it has published no address", missing)
+                raise TimeoutError(where, rank, missing[0], detail, timeout_s)
             if missing:
                 time.sleep(pause)
                 pause = min(2 * pause, _LAST_POLL_S)
     except StoreLostError as error:
-        raise TransportError(where, rank, None, f"the store of the process group is lost ({error})") from error
+        raise error.at_step(where, rank) from error
     return found
 
 

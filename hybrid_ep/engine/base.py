@@ -399,7 +399,7 @@ class Engine(abc.ABC):
         this one, and while a CUDA graph is captured: a capture cannot reach other ranks.
 
         Args:
-            call: one of `agreement.CALLS`.
+            call: one of `agree.fields.CALLS`.
             error: of this rank's arguments.
 
         Raises:

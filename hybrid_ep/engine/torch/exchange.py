@@ -1,11 +1,12 @@
 """Point-to-point messages between ranks, and their errors when a rank is lost.
 
 They are not collectives, because a failed collective cannot name the missing rank, and cannot leave out a masked rank.
-A call begins with a header that ranks compare (`agreement`). Its other messages carry the number of the call as a tag.
+A call begins with a header that ranks compare (`agree.fields`). Its other messages carry the number of the call as a
+tag.
 
-If a message does not arrive, the error names the rank that caused it (`blame`). The connections are closed, because
-half-sent messages on them would be read as part of a later call. `leave_out` connects the ranks that are left, and
-`barrier` all ranks, after a rendezvous at the store (`board`).
+If a message does not arrive, the error names the rank that caused it (`agree.blame`). The connections are closed,
+because half-sent messages on them would be read as part of a later call. `leave_out` connects the ranks that are left,
+and `barrier` all ranks, after a rendezvous at the store (`agree.rendezvous`).
 """
 
 from __future__ import annotations
@@ -124,10 +125,10 @@ class Exchange:
         Ranks that disagree must not get beyond this: gloo ends the process when more bytes arrive than it waits for.
 
         Args:
-            call: one of `agreement.CALLS`.
+            call: one of `agree.fields.CALLS`.
             ranks: that take part.
             device: where the tensors of the call are.
-            same: values that must be equal at all ranks, by the keys of `agreement.FIELDS`.
+            same: values that must be equal at all ranks, by the keys of `agree.fields.FIELDS`.
             call_number: from `take_number`, where the call has been numbered before; None: now.
             counts: ``[R]`` int32 or int64 that go with the header.
             wait_stats: as in `swap`; a rank that comes late to the call is waited for here.
@@ -450,8 +451,7 @@ class Exchange:
                         break
                 generation += 1  # this one was decided before this rank came
         except StoreLostError as error:
-            detail = f"the store of the process group is lost ({error})"
-            self._lost = TransportError(self._label, self.grid.rank, None, detail)
+            self._lost = error.at_step(self._label, self.grid.rank)
             raise self._lost from error
         missing = [r for r in ranks if r not in joined.members]
         came = set(joined.members) & set(self._members)
