@@ -60,6 +60,7 @@ CLUSTER_IMPORTS = {
 }
 CXX: list[list[str]] = [
     ["bindings"],
+    ["calls"],
     ["runtime"],
     ["kernels", "topology"],
     ["transport"],

@@ -1,5 +1,8 @@
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, overload
+
+import torch
+from torch import Tensor
 
 version: str
 compiler: str
@@ -24,7 +27,48 @@ def row_traits_or(of_any: Callable[..., object]) -> Callable[..., object]:
     """Makes `hybrid_ep.core.checks.row_traits`, as `traits_or`."""
 
 def traits_or(of_any: Callable[..., object]) -> Callable[..., object]:
-    """Makes `hybrid_ep.core.checks.traits`: it calls `of_any` where one is no plain tensor, or torch is too old."""
+    """Makes `hybrid_ep.core.checks.traits`: it calls `of_any` where one is no plain tensor."""
+
+# Checks of tensors: csrc/calls/judge.cpp. Torch's function modes intercept none of what they read.
+
+def require_plain(name: str, tensor: object, *, traced: bool = False) -> None:
+    """Raises ConfigError unless `tensor` is a dense tensor with memory of its own, which kernels can read by address.
+
+    Args:
+        name: of the argument, for messages.
+        tensor: the argument.
+        traced: whether a tracer's tensors are taken, too: the call is made of operators of torch.
+    """
+
+def require_tensor(
+    name: str,
+    tensor: object,
+    *,
+    dtypes: Sequence[torch.dtype],
+    shape: Sequence[int | None],
+    device: torch.device | None = None,
+    contiguous: bool = False,
+    traced: bool = False,
+) -> Tensor:
+    """Returns `tensor` if it is plain, its dtype is one of `dtypes` and its shape fits (None = any size).
+
+    Only what a call writes to must be `contiguous`; what it reads may have any strides, and is copied by `packed`.
+    `traced`: as in `require_plain`.
+    """
+
+def require_no_grad(name: str, tensor: Tensor) -> None:
+    """Refuses a tensor whose gradient would be lost: no call of a buffer has a backward pass."""
+
+# The tensor in rows without gaps, as engines and kernels read it; copied on the current stream where it is not. Whoever
+# takes an address of a caller's tensor takes that of the packed one. Nothing else judges contiguity.
+@overload
+def packed(tensor: Tensor) -> Tensor: ...
+@overload
+def packed(tensor: None) -> None: ...
+@overload
+def packed(tensor: Tensor | None) -> Tensor | None: ...
+def are_packed(*tensors: Tensor | None) -> bool:
+    """Whether `packed` would copy none of them."""
 
 def repeatable_method(
     function: Callable[..., object],

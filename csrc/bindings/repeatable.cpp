@@ -5,7 +5,6 @@
 //                                  └─ none, or `call` returns None ─► the method in Python
 //
 // hybrid_ep/core/repeatable.py says what a Repeat is, and makes these methods.
-#include <pybind11/gil_safe_call_once.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <structmember.h>
@@ -19,6 +18,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/traits.h"
+#include "calls/tensor_arg.h"
 
 namespace hybrid_ep::bindings {
 namespace {
@@ -26,38 +26,6 @@ namespace {
 namespace py = pybind11;
 
 constexpr size_t kMaxParameters = 24;  // with self
-
-py::object checked(PyObject* made) {
-  if (made == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(made);
-}
-
-// Inside, tensors are read without torch's function modes, one of which intercepts every attribute of every tensor.
-class PlainTensors {
- public:
-  PlainTensors() {
-    PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<Torch> stored;
-    const Torch& torch = stored.call_once_and_store_result([] { return Torch(); }).get_stored();
-    if (checked(PyObject_CallNoArgs(torch.is_mode_enabled.ptr())).ptr() != Py_True) return;
-    disabled_ = torch.disabled_type();
-    disabled_.attr("__enter__")();
-  }
-  ~PlainTensors() {
-    if (!disabled_) return;
-    const py::error_scope kept;
-    disabled_.attr("__exit__")(py::none(), py::none(), py::none());
-  }
-  PlainTensors(const PlainTensors&) = delete;
-  PlainTensors& operator=(const PlainTensors&) = delete;
-
- private:
-  struct Torch {
-    py::object module = py::module_::import("torch").attr("_C");
-    py::object is_mode_enabled = module.attr("_is_torch_function_mode_enabled");
-    py::object disabled_type = module.attr("DisableTorchFunction");
-  };
-  py::object disabled_;
-};
 
 // What a method takes, and what of it decides whether a call is a repetition.
 struct Parameter {
@@ -94,10 +62,10 @@ class Method {
 
   // As a function of Python that takes `args` is called.
   py::object call(PyObject* const* args, size_t num_args, PyObject* keywords) const {
-    const PlainTensors plain;
+    const calls::PlainTensors plain;
     Arguments arguments;
     py::object key, memo;
-    if (!is_traced() && bind(args, PyVectorcall_NARGS(num_args), keywords, &arguments)) {
+    if (!calls::is_traced() && bind(args, PyVectorcall_NARGS(num_args), keywords, &arguments)) {
       key = key_of(arguments);
       if (key) memo = memo_of(arguments[0]);
       PyObject* const repeat = memo ? PyDict_GetItemWithError(memo.ptr(), key.ptr()) : nullptr;
@@ -107,7 +75,7 @@ class Method {
       }
       if (PyErr_Occurred() != nullptr) throw py::error_already_set();
     }
-    py::object result = checked(PyObject_Vectorcall(function_.ptr(), args, num_args, keywords));
+    py::object result = calls::owned(PyObject_Vectorcall(function_.ptr(), args, num_args, keywords));
     if (!Py_IS_TYPE(result.ptr(), reinterpret_cast<PyTypeObject*>(first_type_.ptr()))) return result;
     const auto first = py::reinterpret_steal<py::tuple>(result.release());
     if (memo) memo.attr("add")(key, prepared(first[1]));
@@ -167,7 +135,7 @@ class Method {
       traits.set_num_rows(parameter.has_rows ? num_rows : std::nullopt);
       if (!(is_read ? traits.add(arguments[i], parameter.attributes) : traits.add(arguments[i]))) return {};
     }
-    return checked(traits.as_bytes());
+    return calls::owned(traits.as_bytes());
   }
   std::optional<int64_t> num_rows_of(const Arguments& arguments) const {
     if (!rows_ || arguments[rows_->first] == Py_None) return std::nullopt;
@@ -186,8 +154,8 @@ class Method {
       PyErr_Clear();
       return memo;
     }
-    const py::object is_usable = checked(PyObject_GetAttr(memo.ptr(), of_memo));
-    if (!is_usable.is_none() && checked(PyObject_CallNoArgs(is_usable.ptr())).ptr() != Py_True) return {};
+    const py::object is_usable = calls::owned(PyObject_GetAttr(memo.ptr(), of_memo));
+    if (!is_usable.is_none() && calls::owned(PyObject_CallNoArgs(is_usable.ptr())).ptr() != Py_True) return {};
     return memo;
   }
 
@@ -218,7 +186,7 @@ class Method {
     if (num_taken > taken.size()) throw py::value_error("a Repeat takes too much");
     for (size_t i = 0; i < num_taken; ++i) taken[i] = take(PyTuple_GET_ITEM(takes, i), arguments, &owned[i]);
     const py::object made =
-        checked(PyObject_Vectorcall(PyTuple_GET_ITEM(repeat.ptr(), 0), taken.data(), num_taken, nullptr));
+        calls::owned(PyObject_Vectorcall(PyTuple_GET_ITEM(repeat.ptr(), 0), taken.data(), num_taken, nullptr));
     return made.is_none() ? py::object() : give(PyTuple_GET_ITEM(repeat.ptr(), 2), made);
   }
   // `owned` keeps what nothing else may.
@@ -228,7 +196,7 @@ class Method {
     PyObject* const argument = arguments[PyLong_AsLong(PyTuple_GET_ITEM(what, 0))];
     PyObject* const part = PyTuple_GET_ITEM(what, 1);
     if (PyLong_CheckExact(part)) return PyTuple_GetItem(argument, PyLong_AsLong(part));
-    *owned = checked(PyObject_GetAttr(argument, part));
+    *owned = calls::owned(PyObject_GetAttr(argument, part));
     return owned->ptr();
   }
   static py::object give(PyObject* what, const py::object& made) {
@@ -237,11 +205,11 @@ class Method {
     }
     if (PyType_Check(what)) {
       static PyObject* const nothing = PyTuple_New(0);
-      return checked(PyBaseObject_Type.tp_new(reinterpret_cast<PyTypeObject*>(what), nothing, nullptr));
+      return calls::owned(PyBaseObject_Type.tp_new(reinterpret_cast<PyTypeObject*>(what), nothing, nullptr));
     }
     if (!PyTuple_CheckExact(what)) return py::reinterpret_borrow<py::object>(what);
     const Py_ssize_t num = PyTuple_GET_SIZE(what);
-    py::object result = checked(PyTuple_New(num));
+    py::object result = calls::owned(PyTuple_New(num));
     for (Py_ssize_t i = 0; i < num; ++i) {
       PyTuple_SET_ITEM(result.ptr(), i, give(PyTuple_GET_ITEM(what, i), made).release().ptr());
     }
@@ -307,7 +275,7 @@ PyObject* method_type() {
   };
   static PyType_Spec spec{"hybrid_ep._C.RepeatableMethod", sizeof(MethodObject), 0,
                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR, slots};
-  static PyObject* const type = checked(PyType_FromSpec(&spec)).release().ptr();
+  static PyObject* const type = calls::owned(PyType_FromSpec(&spec)).release().ptr();
   return type;
 }
 
@@ -321,7 +289,7 @@ void add_repeatable(py::module_& module) {
         auto method = std::make_unique<Method>(std::move(function), names, num_positional, values, reads, rows,
                                                std::move(first_type));
         auto* const type = reinterpret_cast<PyTypeObject*>(method_type());
-        py::object made = checked(type->tp_alloc(type, 0));
+        py::object made = calls::owned(type->tp_alloc(type, 0));
         auto* const object = reinterpret_cast<MethodObject*>(made.ptr());
         object->vectorcall = &call_method;
         object->method = method.release();

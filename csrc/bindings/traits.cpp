@@ -6,7 +6,7 @@
 #include <string>
 
 #include "bindings/bindings.h"
-#include "bindings/exchange_api.h"
+#include "calls/tensor_arg.h"
 
 namespace hybrid_ep::bindings {
 namespace {
@@ -28,77 +28,12 @@ struct Facts {
 };
 static_assert(sizeof(Facts) == 16, "has no padding");
 
-bool is_contiguous(const dlpack::Tensor& tensor) {
-  if (tensor.strides == nullptr) return true;
-  bool is_packed = true;
-  int64_t stride = 1;
-  for (int i = tensor.num_dims - 1; i >= 0; --i) {
-    if (tensor.shape[i] == 0) return true;
-    if (tensor.shape[i] == 1) continue;
-    is_packed &= tensor.strides[i] == stride;
-    stride *= tensor.shape[i];
-  }
-  return is_packed;
-}
-
-// What is needed of torch.
-class Torch {
- public:
-  Torch()
-      : module_(py::module_::import("torch")),
-        tensor_type_(module_.attr("Tensor")),
-        is_grad_enabled_(module_.attr("is_grad_enabled")),
-        is_tracing_(module_.attr("_C").attr("_is_tracing")),
-        num_modes_(module_.attr("_C").attr("_len_torch_dispatch_stack")),
-        mode_of_(module_.attr("_C").attr("_get_dispatch_mode")),
-        tracers_(module_.attr("_C").attr("_TorchDispatchModeKey").attr("__members__").attr("values")()),
-        transform_(module_.attr("_C").attr("_functorch").attr("peek_interpreter_stack")) {
-    const dlpack::ExchangeApi* api = exchange_api();
-    if (api != nullptr) describe_ = api->describe;
-  }
-
-  static const Torch& get() {
-    PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<Torch> stored;
-    return stored.call_once_and_store_result([] { return Torch(); }).get_stored();
-  }
-
-  // Returns false, maybe with a Python error, for anything but a tensor of torch's own class that has memory.
-  bool describe(PyObject* object, dlpack::Tensor* tensor) const {
-    return describe_ != nullptr && Py_IS_TYPE(object, reinterpret_cast<PyTypeObject*>(tensor_type_.ptr())) &&
-           describe_(object, tensor) == 0;
-  }
-  // Whether what is computed from a tensor has a gradient; −1: a Python error.
-  int has_gradient(PyObject* tensor) const {
-    const auto requires_grad = py::reinterpret_steal<py::object>(PyObject_GetAttr(tensor, requires_grad_.ptr()));
-    if (!requires_grad || requires_grad.ptr() != Py_True) return requires_grad ? 0 : -1;
-    const auto is_enabled = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(is_grad_enabled_.ptr()));
-    return is_enabled ? is_enabled.ptr() == Py_True : -1;
-  }
-
-  bool is_traced() const {
-    if (is_tracing_().ptr() != Py_False || !transform_().is_none()) return true;
-    // Any mode of torch.utils is on this stack, and few are a tracer's.
-    if (num_modes_().equal(py::int_(0))) return false;
-    for (const py::handle tracer : tracers_) {
-      if (!mode_of_(tracer).is_none()) return true;
-    }
-    return false;
-  }
-
- private:
-  py::object module_, tensor_type_, is_grad_enabled_, is_tracing_, num_modes_, mode_of_;
-  py::tuple tracers_;
-  py::object transform_;
-  py::str requires_grad_ = "requires_grad";
-  int (*describe_)(void*, dlpack::Tensor*) = nullptr;
-};
-
 // Bytes for all arguments but the first `num_skipped`; if one cannot be described, what `of_any` returns for them all.
 PyObject* traits_of(PyObject* of_any, PyObject* const* objects, Py_ssize_t num_objects, Py_ssize_t num_skipped,
                     std::optional<int64_t> num_rows) {
   TraitsOfArguments found;
   found.set_num_rows(num_rows);
-  bool all = !is_traced();
+  bool all = !calls::is_traced();
   for (Py_ssize_t i = num_skipped; all && i < num_objects; ++i) all = found.add(objects[i]);
   return all ? found.as_bytes() : PyObject_Vectorcall(of_any, objects, num_objects, nullptr);
 }
@@ -122,8 +57,6 @@ PyObject* row_traits(PyObject* of_any, PyObject* const* objects, Py_ssize_t num_
 
 }  // namespace
 
-bool is_traced() { return Torch::get().is_traced(); }
-
 bool TraitsOfArguments::add(PyObject* object) {
   if (object == Py_None) return add_kind(kNone);
   if (object == Py_False || object == Py_True) return add_kind(object == Py_True ? kTrue : kFalse);
@@ -141,9 +74,7 @@ bool TraitsOfArguments::add(PyObject* object) {
     }
     return all;
   }
-  if (add_tensor(object)) return true;
-  PyErr_Clear();
-  return false;
+  return add_tensor(object);
 }
 
 bool TraitsOfArguments::add(PyObject* object, const std::vector<py::object>& attributes) {
@@ -163,14 +94,14 @@ bool TraitsOfArguments::add_kind(uint8_t kind) { return append(&kind, sizeof(kin
 bool TraitsOfArguments::add_int(int64_t value) { return add_kind(kInt) && append(&value, sizeof(value)); }
 
 bool TraitsOfArguments::add_tensor(PyObject* object) {
-  const Torch& torch = Torch::get();
-  dlpack::Tensor tensor{};
-  if (!torch.describe(object, &tensor) || tensor.num_dims > kMaxDims) return false;
+  const calls::TensorArg argument(object);
+  if (!argument.is_of_torch() || !argument.is_described()) return false;
+  const dlpack::Tensor& tensor = argument.described();
+  if (tensor.num_dims > kMaxDims) return false;
   const bool is_integer = tensor.dtype.code == dlpack::kInt || tensor.dtype.code == dlpack::kUInt;
-  const int keeps_grad = is_integer ? 0 : torch.has_gradient(object);  // asking costs as much as the rest
-  if (keeps_grad < 0) return false;
+  const bool keeps_grad = !is_integer && calls::keeps_grad(object);  // asking costs as much as the rest
   const auto num_dims = static_cast<int16_t>(tensor.num_dims);
-  const Facts facts{tensor.device, tensor.dtype, num_dims, is_contiguous(tensor), keeps_grad == 1};
+  const Facts facts{tensor.device, tensor.dtype, num_dims, argument.is_contiguous(), keeps_grad};
   int64_t sizes[kMaxDims];
   std::copy_n(tensor.shape, num_dims, sizes);
   if (num_rows_ && num_dims > 0 && sizes[0] == *num_rows_) sizes[0] = kAnyRows;

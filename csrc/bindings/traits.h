@@ -8,13 +8,7 @@
 #include <optional>
 #include <vector>
 
-#include "bindings/dlpack_abi.h"
-
 namespace hybrid_ep::bindings {
-
-// Whether the program is traced or transformed: by torch.jit, a mode of a tracer (FakeTensorMode), or torch.func.
-// Tensors of torch's own class may then have no memory, and what a call returns would be recorded as a constant.
-bool is_traced();
 
 class TraitsOfArguments {
  public:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from hybrid_ep.checks import require, require_int
 from hybrid_ep.core import kernels
-from hybrid_ep.core.checks import packed, require_expert_indices, require_tensor
+from hybrid_ep.core.checks import packed, require_expert_indices, require_tensor, require_traceable
 
 __all__ = ["OnlinePlan", "map_online", "plan_online", "require_tolerance"]
 
@@ -190,7 +190,8 @@ def _require_ints(
     name: str, tensor: Tensor, shape: tuple[int | None, ...], device: torch.device | None, by_kernel: bool
 ) -> None:
     """Checks int64 of any strides; operators of torch take a tracer's, too, and kernels do not."""
-    require_tensor(name, tensor, dtypes=(torch.int64,), shape=shape, device=device, traced=not by_kernel)
+    judge = require_tensor if by_kernel else require_traceable
+    judge(name, tensor, dtypes=(torch.int64,), shape=shape, device=device)
 
 
 def _map_by_kernel(plan: OnlinePlan, counts: Tensor, topk_idx: Tensor, rank: int) -> Tensor:

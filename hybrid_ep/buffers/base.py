@@ -58,6 +58,12 @@ os.register_at_fork(after_in_child=_note_fork)
 
 _FP8_DTYPES = (torch.float8_e4m3fn,)
 _BYTE_DTYPES = (torch.float8_e4m3fn, torch.uint8)
+_BF16 = (torch.bfloat16,)
+_FLOAT32 = (torch.float32,)
+_INT64 = (torch.int64,)
+_UINT8 = (torch.uint8,)
+_SCALE_DTYPES = (torch.float32, torch.int32)
+_NVFP4_SCALE_DTYPES = (torch.float8_e4m3fn, torch.int8, torch.uint8)
 
 
 class BaseBuffer:
@@ -237,7 +243,8 @@ class BaseBuffer:
         raise ConfigError(f"{type(self).__name__} cannot be pickled; allowed: making one in each process")
 
     def _num_local_experts(self, num_experts: int) -> int:
-        return require_int("num_experts", num_experts, minimum=1, multiple_of=self.group_size) // self.group_size
+        size = self.group_size
+        return require_int("num_experts", num_experts, minimum=1, multiple_of=size) // size
 
     def _routing_by_rank(self, is_token_in_rank: Tensor, num_experts: int) -> Routing:
         """A routing to ranks, ``[T, R]`` bool: it names the first expert of each. Waits for a GPU above 32 ranks."""
@@ -256,13 +263,14 @@ class BaseBuffer:
         self, topk_idx: Tensor, topk_weights: Tensor | None, num_experts: int, device: torch.device | None
     ) -> None:
         """Checks a routing; `device` is where it must be, None = anywhere."""
-        require_tensor("topk_idx", topk_idx, dtypes=(torch.int64,), shape=(None, None), device=device)
-        num_topk = topk_idx.shape[1]
-        if not 1 <= num_topk <= min(MAX_TOPK, num_experts):
+        require_tensor("topk_idx", topk_idx, dtypes=_INT64, shape=(None, None), device=device)
+        shape = topk_idx.shape
+        num_topk = shape[1]
+        if not 1 <= num_topk <= MAX_TOPK or num_topk > num_experts:
             require(False, "top-k (columns of topk_idx)", num_topk, f"1 … {min(MAX_TOPK, num_experts)}")
         require_expert_indices(topk_idx, num_experts)
         if topk_weights is not None:
-            check_weights("topk_weights", topk_weights, topk_idx.shape, topk_idx.device)
+            check_weights("topk_weights", topk_weights, shape, topk_idx.device if device is None else device)
 
 
 def resolve_group(group: dist.ProcessGroup | None, comm: Any = None) -> dist.ProcessGroup | None:
@@ -323,24 +331,24 @@ def check_rows(
     if isinstance(data, Tensor):
         require_no_grad(name, data)
     if scales is None:
-        require_tensor(name, data, dtypes=(torch.bfloat16,), shape=(None, None), device=device)
-        return as_rows(data, None)
+        require_tensor(name, data, dtypes=_BF16, shape=(None, None), device=device)
+        return Rows(packed(data), None)
     dtypes = _BYTE_DTYPES if opaque_scales else _FP8_DTYPES
     require_tensor(name, data, dtypes=dtypes, shape=(None, None), device=device)
     num_tokens, size = data.shape
     num_scales: int | None = None
     if not opaque_scales:
-        allowed = f"with FP8: multiples of {CHANNELS_PER_SCALE}"
-        require(size % CHANNELS_PER_SCALE == 0, f"hidden of {name}", size, allowed)
+        if size % CHANNELS_PER_SCALE:
+            require(False, f"hidden of {name}", size, f"with FP8: multiples of {CHANNELS_PER_SCALE}")
         num_scales = size // CHANNELS_PER_SCALE
         if isinstance(scales, Tensor) and scales.dtype == torch.int32:
             num_scales = -(-num_scales // SCALES_PER_WORD)
     require_tensor(
         f"scales of {name}",
         scales,
-        dtypes=(torch.float32, torch.int32),
+        dtypes=_SCALE_DTYPES,
         shape=(num_tokens, num_scales),
-        device=data.device,
+        device=data.device if device is None else device,
     )
     if scales.shape[1] == 0:
         require(False, f"columns of scales of {name}", 0, "≥ 1")
@@ -362,15 +370,17 @@ def check_nvfp4_rows(
     Raises:
         ConfigError: dtype, shape or device does not fit.
     """
-    require_tensor(name, data, dtypes=(torch.uint8,), shape=(None, None), device=device)
-    num_tokens, hidden = data.shape[0], 2 * data.shape[1]
+    require_tensor(name, data, dtypes=_UINT8, shape=(None, None), device=device)
+    num_tokens, num_bytes = data.shape
+    hidden = 2 * num_bytes
     channels = CHANNELS_PER_BLOCK * SCALES_PER_WORD
     if hidden == 0 or hidden % channels:
         require(False, f"hidden of {name}", hidden, f"with NVFP4: multiples of {channels}")
-    dtypes = (torch.float8_e4m3fn, torch.int8, torch.uint8)
+    if device is None:
+        device = data.device
     shape = (num_tokens, hidden // CHANNELS_PER_BLOCK)
-    scales = require_tensor(f"scales of {name}", scales, dtypes=dtypes, shape=shape, device=data.device)
-    check_global_scale(f"global scale of {name}", global_scale, data.device)
+    scales = require_tensor(f"scales of {name}", scales, dtypes=_NVFP4_SCALE_DTYPES, shape=shape, device=device)
+    check_global_scale(f"global scale of {name}", global_scale, device)
     return as_rows(data, as_words(scales))
 
 
@@ -380,7 +390,7 @@ def check_weights(name: str, weights: Tensor, shape: Sequence[int], device: torc
     Raises:
         ConfigError: dtype, shape or device does not fit, or a gradient would be lost.
     """
-    require_tensor(name, weights, dtypes=(torch.float32,), shape=shape, device=device)
+    require_tensor(name, weights, dtypes=_FLOAT32, shape=shape, device=device)
     require_no_grad(name, weights)
 
 
@@ -391,7 +401,7 @@ def check_global_scale(name: str, global_scale: Tensor, device: torch.device) ->
         ConfigError: it is not one positive, finite float32 on the device.
     """
     shape = (1,) if isinstance(global_scale, Tensor) and global_scale.dim() else ()
-    require_tensor(name, global_scale, dtypes=(torch.float32,), shape=shape, device=device)
+    require_tensor(name, global_scale, dtypes=_FLOAT32, shape=shape, device=device)
     if global_scale.is_cpu:
         value = float(global_scale)
         require(0 < value < math.inf, name, value, "a positive, finite number")
@@ -414,7 +424,7 @@ def check_bias(
     if len(biases) > 2:
         require(False, "number of biases", len(biases), "0, 1 or 2")
     for term in biases:
-        require_tensor("bias", term, dtypes=(torch.bfloat16,), shape=(num_tokens, hidden), device=device)
+        require_tensor("bias", term, dtypes=_BF16, shape=(num_tokens, hidden), device=device)
         require_no_grad("bias", term)
     return biases
 

@@ -1,22 +1,25 @@
-"""Checks of tensors, and what a repeated check need not look at. Each raises ConfigError with what is allowed."""
+"""Checks of tensors, and what a repeated check need not look at. Each raises ConfigError with what is allowed.
+
+Those of dtype, shape, device, memory and gradient are native: csrc/calls/judge.cpp.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from hybrid_ep import _C
+from hybrid_ep._C import are_packed, packed, require_no_grad, require_plain, require_tensor
 from hybrid_ep.checks import require
 from hybrid_ep.errors import ConfigError
 
 __all__ = [
     "Passed",
     "are_packed",
+    "is_known_to_dynamo",
     "packed",
     "packed_copy",
     "require_device",
@@ -24,11 +27,9 @@ __all__ = [
     "require_no_grad",
     "require_plain",
     "require_tensor",
+    "require_traceable",
     "traits",
 ]
-
-_PLAIN = (Tensor, torch.nn.Parameter)
-_MODES_OF_TRACERS = tuple(torch._C._TorchDispatchModeKey.__members__.values())
 
 
 def require_device(name: str, value: object) -> torch.device:
@@ -39,81 +40,28 @@ def require_device(name: str, value: object) -> torch.device:
         raise ConfigError(f"{name} is {value!r}; allowed: a torch.device or its name") from error
 
 
-def require_plain(name: str, tensor: object, *, traced: bool = False) -> None:
-    """Raises ConfigError unless `tensor` is a dense tensor with memory of its own, which kernels can read by address.
-
-    Args:
-        name: of the argument, for messages.
-        tensor: the argument.
-        traced: whether a tracer's tensors are taken, too: the call is made of operators of torch.
-    """
-    kind = type(tensor)
-    if kind not in _PLAIN and not (traced and kind in (FakeTensor, FunctionalTensor)):
-        if not isinstance(tensor, Tensor):
-            raise ConfigError(f"{name} is {kind.__name__}; allowed: a torch.Tensor")
-        advice = ": pass `.to_local()`" if hasattr(tensor, "to_local") else " or torch.nn.Parameter, and no subclass"
-        raise ConfigError(f"{name} is {kind.__name__}; allowed: a plain torch.Tensor{advice}")
-    assert isinstance(tensor, Tensor)
-    if tensor.layout is not torch.strided:
-        require(False, f"{name}.layout", tensor.layout, "torch.strided")
-    if traced:
-        return
-    if torch._C._is_tracing() or any(torch._C._get_dispatch_mode(mode) is not None for mode in _MODES_OF_TRACERS):
-        raise ConfigError(
-            f"{name} is passed while the program is traced, which would record this call's result as a constant; "
-            "allowed: no trace, or the modules of hybrid_ep.nn"
-        )
-    if torch._C._functorch.peek_interpreter_stack() is not None or tensor._is_zerotensor() or tensor.is_neg():
-        raise ConfigError(
-            f"{name} is a tensor without memory of its own, as transforms of torch.func pass it, or a lazy one; "
-            "allowed: a plain torch.Tensor, so no transform around this call"
-        )
+def is_known_to_dynamo(tensor: object) -> bool:
+    """Whether Dynamo compiles the code that calls, and `tensor` is plain: its program is compiled for these facts."""
+    return torch.compiler.is_dynamo_compiling() and type(tensor) in (Tensor, torch.nn.Parameter)
 
 
-def require_tensor(
+def require_traceable(
     name: str,
-    tensor: object,
+    tensor: Tensor,
     *,
     dtypes: Sequence[torch.dtype],
     shape: Sequence[int | None],
     device: torch.device | None = None,
-    contiguous: bool = False,
-    traced: bool = False,
-) -> Tensor:
-    """Returns `tensor` if it is plain, its dtype is one of `dtypes` and its shape fits (None = any size).
+) -> None:
+    """The same as `require_tensor`, for calls made of operators of torch: a tracer's tensors are taken, too.
 
-    Only what a call writes to must be `contiguous`; what it reads may have any strides, and is copied by `packed`.
-    `traced`: as in `require_plain`.
+    Dynamo cannot compile a native call, so it calls the judge only to refuse: outside the program that it compiles.
     """
-    require_plain(name, tensor, traced=traced)
-    assert isinstance(tensor, Tensor)
-    # Calls are checked on every step of a training loop, so messages are only made where one is needed.
-    if tensor.dtype not in dtypes:
-        require(False, f"{name}.dtype", tensor.dtype, " or ".join(str(d) for d in dtypes))
-    if not _fits(tensor.shape, shape):
-        wanted = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
-        require(False, f"{name}.shape", list(tensor.shape), wanted)
-    if device is not None and tensor.device != device:
-        require(False, f"{name}.device", tensor.device, str(device))
-    if tensor.is_meta and not traced:
-        require(False, f"{name}.device", tensor.device, "a device that holds values")
-    if contiguous and not are_packed(tensor):
-        require(False, f"{name}.stride()", tensor.stride(), "a contiguous (row-major) tensor")
-    return tensor
-
-
-@overload
-def packed(tensor: Tensor) -> Tensor: ...
-@overload
-def packed(tensor: None) -> None: ...
-@overload
-def packed(tensor: Tensor | None) -> Tensor | None: ...
-def packed(tensor: Tensor | None) -> Tensor | None:
-    """The tensor in rows without gaps, as engines and kernels read it; copied on the current stream where it is not.
-
-    Whoever takes an address of a caller's tensor takes that of the packed one. Nothing else judges contiguity.
-    """
-    return None if tensor is None else tensor.contiguous()
+    if is_known_to_dynamo(tensor) and tensor.dtype in dtypes and tensor.device == (device or tensor.device):
+        sizes = tensor.shape
+        if len(sizes) == len(shape) and all([want in (None, size) for want, size in zip(shape, sizes, strict=True)]):
+            return
+    require_tensor(name, tensor, dtypes=dtypes, shape=shape, device=device, traced=True)
 
 
 def packed_copy(tensor: Tensor) -> Tensor:
@@ -121,22 +69,8 @@ def packed_copy(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def are_packed(*tensors: Tensor | None) -> bool:
-    """Whether `packed` would copy none of them."""
-    return all(tensor is None or tensor.is_contiguous() for tensor in tensors)
-
-
-def require_no_grad(name: str, tensor: Tensor) -> None:
-    """Refuses a tensor whose gradient would be lost: no call of a buffer has a backward pass."""
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise ConfigError(
-            f"{name}.requires_grad is True, and this call has no backward pass; allowed: hybrid_ep.nn.MoEDispatch and "
-            "MoECombine, an autograd.Function around it, torch.no_grad(), or detach()"
-        )
-
-
 def _traits_of_any(*arguments: object) -> object:
-    """The same as `traits`, of any arguments and with any torch."""
+    """The same as `traits`, of any arguments."""
     keeps_grad = torch.is_grad_enabled()
     found: list[object] = []
     for tensor in arguments:
@@ -181,20 +115,10 @@ class Passed(dict[object, Any]):
         self[traits] = value
 
 
-def _fits(given: Sequence[int], wanted: Sequence[int | None]) -> bool:
-    if given == wanted:
-        return True
-    if len(given) != len(wanted):
-        return False
-    for i, size in enumerate(wanted):  # noqa: SIM110 - a generator would take longer than the rest of a check
-        if size is not None and size != given[i]:
-            return False
-    return True
-
-
 def require_expert_indices(topk_idx: Tensor, num_experts: int, name: str = "topk_idx") -> None:
     """Checks that every index is −1 or an expert. On a GPU this would cost a host sync, so kernels check there."""
     if not topk_idx.is_cpu or topk_idx.numel() == 0:
         return
-    low, high = (int(v) for v in topk_idx.aminmax())
-    require(low >= -1 and high < num_experts, name, low if low < -1 else high, f"−1 … {num_experts - 1}")
+    low, high = map(int, topk_idx.aminmax())
+    if low < -1 or high >= num_experts:
+        require(False, name, low if low < -1 else high, f"−1 … {num_experts - 1}")

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from hybrid_ep.balance.placement import ExpertPlacement
 from hybrid_ep.buffers.normal import Buffer
 from hybrid_ep.checks import MAX_INT, MAX_TOPK, require, require_int
-from hybrid_ep.core.checks import require_plain, require_tensor
+from hybrid_ep.core.checks import is_known_to_dynamo, require_plain, require_traceable
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.nn.experts import Experts
 from hybrid_ep.nn.modules import MoECombine, MoEDispatch, MoEGroupedDispatch, require_buffer
@@ -143,11 +143,12 @@ class MoELayer(nn.Module):
             TimeoutError, TransportError: a rank was lost.
         """
         allowed = (torch.float32, torch.bfloat16, torch.float16)
-        require_plain("x", x, traced=True)
+        if not is_known_to_dynamo(x):
+            require_plain("x", x, traced=True)
         if x.dim() < 2 or x.dtype not in allowed:
-            require_tensor("x (whose rows cross in bf16)", x, dtypes=allowed, shape=(None, self.hidden), traced=True)
+            require_traceable("x (whose rows cross in bf16)", x, dtypes=allowed, shape=(None, self.hidden))
         tokens = x.reshape(-1, x.shape[-1])
-        require_tensor("x", tokens, dtypes=allowed, shape=(None, self.hidden), traced=True)
+        require_traceable("x", tokens, dtypes=allowed, shape=(None, self.hidden))
         topk_idx, topk_weights = self.route(tokens)
         rows = tokens.to(torch.bfloat16).contiguous()
         if self._balance_is_off:

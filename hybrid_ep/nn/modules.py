@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hybrid_ep.buffers.normal import Buffer
 from hybrid_ep.checks import require, require_int
-from hybrid_ep.core.checks import require_tensor
+from hybrid_ep.core.checks import require_traceable
 from hybrid_ep.engine.calls import DispatchHandle
 from hybrid_ep.nn.ops import hold, number_of
 
@@ -29,9 +29,9 @@ def require_buffer(buffer: Buffer) -> Buffer:
 
 
 def _check_tokens(x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> None:
-    require_tensor("x", x, dtypes=(torch.bfloat16,), shape=(None, None), traced=True)
-    require_tensor("topk_idx", topk_idx, dtypes=(torch.int64,), shape=(None, None), traced=True)
-    require_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), shape=(None, None), traced=True)
+    require_traceable("x", x, dtypes=(torch.bfloat16,), shape=(None, None))
+    require_traceable("topk_idx", topk_idx, dtypes=(torch.int64,), shape=(None, None))
+    require_traceable("topk_weights", topk_weights, dtypes=(torch.float32,), shape=(None, None))
 
 
 class Route(NamedTuple):
@@ -221,7 +221,7 @@ class MoECombine(nn.Module):
         if isinstance(handle, DispatchHandle):
             handle = Route(hold(handle), handle.num_tokens, handle.num_topk)
         require(isinstance(handle, Route), "handle", type(handle).__name__, "a handle that dispatch returned")
-        require_tensor("x", x, dtypes=(torch.bfloat16,), shape=(None, None), traced=True)
+        require_traceable("x", x, dtypes=(torch.bfloat16,), shape=(None, None))
         combined, _ = torch.ops.hybrid_ep.combine(x, None, handle.handle, self._number, handle.num_tokens, 0)
         result: Tensor = combined
         return result

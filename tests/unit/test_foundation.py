@@ -72,7 +72,7 @@ class Size(enum.IntEnum):
     SMALL, LARGE = 1, 2
 
 
-# The second as with a torch that has no exchange API of DLPack.
+# The second as for arguments that are no plain tensors.
 @pytest.mark.parametrize("traits", [traits, checks._traits_of_any], ids=["C++", "Python"])
 def test_traits_differ_where_a_check_could(traits: Callable[..., object]) -> None:
     tensor = torch.zeros(4, 6)
@@ -135,8 +135,6 @@ def test_traits_of_rows_are_those_of_another_number_of_rows(num_rows: int) -> No
 
 
 def test_traits_of_plain_tensors_are_read_by_cpp() -> None:
-    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
-        pytest.skip("torch has no exchange API of DLPack: it came with 2.10")
     read = _C.traits_or(lambda *objects: objects)
     assert isinstance(read(torch.zeros(2, 3), None, torch.zeros(3, dtype=torch.int64)), bytes)
     parameter = torch.nn.Parameter(torch.zeros(2))

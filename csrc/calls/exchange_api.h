@@ -4,9 +4,9 @@
 #include <pybind11/gil_safe_call_once.h>
 #include <pybind11/pybind11.h>
 
-#include "bindings/dlpack_abi.h"
+#include "calls/dlpack_abi.h"
 
-namespace hybrid_ep::bindings {
+namespace hybrid_ep {
 
 inline const dlpack::ExchangeApi* find_exchange_api() {
   namespace py = pybind11;
@@ -26,4 +26,4 @@ inline const dlpack::ExchangeApi* exchange_api() {
   return found.call_once_and_store_result(&find_exchange_api).get_stored();
 }
 
-}  // namespace hybrid_ep::bindings
+}  // namespace hybrid_ep

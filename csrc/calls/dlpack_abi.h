@@ -4,14 +4,14 @@
 
 #include <cstdint>
 
-namespace hybrid_ep::bindings::dlpack {
+namespace hybrid_ep::dlpack {
 
-constexpr int32_t kCuda = 2;
+constexpr int32_t kCpu = 1, kCuda = 2;
 
 struct Device {
   int32_t type, id;
 };
-constexpr uint8_t kInt = 0, kUInt = 1;
+constexpr uint8_t kInt = 0, kUInt = 1, kFloat = 2, kBfloat = 4, kBool = 6, kFloat8E4M3Fn = 10;
 struct DataType {
   uint8_t code, bits;
   uint16_t lanes;
@@ -58,4 +58,4 @@ struct ExchangeApi {
   int (*current_stream)(int32_t device_type, int32_t device, void** stream);
 };
 
-}  // namespace hybrid_ep::bindings::dlpack
+}  // namespace hybrid_ep::dlpack
