@@ -225,22 +225,24 @@ def test_a_plain_tensor_is_refused_in_the_mode_of_a_tracer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("function", "arguments", "options", "words"),
     [
-        (lambda: require_tensor("x", ROWS, dtypes=()), "missing the argument 'shape'"),
-        (lambda: require_tensor("x", ROWS, (), ()), "takes 2 positional arguments but 4 were given"),
-        (lambda: require_plain("x", ROWS, is_traced=True), "unexpected keyword argument 'is_traced'"),
-        (lambda: require_plain("x", ROWS, tensor=ROWS), "multiple values for argument 'tensor'"),
-        (lambda: require_no_grad("x"), "missing the argument 'tensor'"),
+        (require_tensor, ("x", ROWS), {"dtypes": ()}, "missing the argument 'shape'"),
+        (require_tensor, ("x", ROWS, (), ()), {}, "takes 2 positional arguments but 4 were given"),
+        (require_plain, ("x", ROWS), {"is_traced": True}, "unexpected keyword argument 'is_traced'"),
+        (require_plain, ("x", ROWS), {"tensor": ROWS}, "multiple values for argument 'tensor'"),
+        (require_no_grad, ("x",), {}, "missing the argument 'tensor'"),
     ],
 )
-def test_a_wrong_call_is_a_type_error(call: Callable[[], object], words: str) -> None:
+def test_a_wrong_call_is_a_type_error(
+    function: Callable[..., object], arguments: tuple[object, ...], options: dict[str, Any], words: str
+) -> None:
     with pytest.raises(TypeError, match=words):
-        call()
+        function(*arguments, **options)
 
 
 def test_names_of_arguments_need_not_be_interned() -> None:
-    options = {"".join(["dty", "pes"]): (torch.float32,), "".join(["sha", "pe"]): (4, 6)}
+    options: dict[str, Any] = {"".join(["dty", "pes"]): (torch.float32,), "".join(["sha", "pe"]): (4, 6)}
     assert require_tensor("x", ROWS, **options) is ROWS
 
 
@@ -261,7 +263,7 @@ def _calls(tensor: Tensor, others: list[Tensor], options: dict[str, Any], num: i
 def test_no_reference_is_kept() -> None:
     tensor = torch.zeros(4, 6)
     others = [tensor[:, :3], tensor.half(), torch.zeros(6, 4).t(), tensor.to("meta"), torch._neg_view(tensor)]
-    options = {"dtypes": (torch.float32, torch.int16), "shape": (4, 6), "device": torch.device("cpu")}
+    options: dict[str, Any] = {"dtypes": (torch.float32, torch.int16), "shape": (4, 6), "device": torch.device("cpu")}
     held = [tensor, *others, *options.values(), torch.float32, torch.float16, ConfigError]
 
     def state() -> tuple[list[int], int]:
