@@ -27,19 +27,17 @@ from hybrid_ep._C import verbs_proxy as verbs_proxy
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.engine.calls import (
     DispatchHandle,
-    LowLatencyHandle,
+    LowLatencyCombineRequest,
+    LowLatencyDispatchRequest,
     PermuteHandle,
     RepeatedCombineDense,
     RepeatedPermuted,
     RepeatedPermutedAlong,
     RepeatedUnpermute,
 )
-from hybrid_ep.engine.calls import RepeatedLowLatencyCombine as RepeatedLowLatencyCombined
-from hybrid_ep.engine.calls import RepeatedLowLatencyDispatch as RepeatedLowLatencyDispatched
 from hybrid_ep.engine.cuda.engine import CudaEngine
 from hybrid_ep.engine.cuda.plan import CombineShape as PlannedCombine
 from hybrid_ep.engine.cuda.plan import DispatchShape as PlannedShape
-from hybrid_ep.engine.cuda.plan import LowLatencyPlan as PlanOfSize
 from hybrid_ep.engine.cuda.route import Chunk, PermuteState, Route
 
 version: str
@@ -606,8 +604,6 @@ class LowLatencyPlan:
     def refusal_of_combine(self) -> tuple[int, int]: ...
     def compared(self) -> LowLatencyPlan: ...
     def peer_chunk_bytes(self, group_size: int) -> tuple[int, int]: ...
-    def counts(self, memory: Tensor, address: int, device: int) -> Tensor: ...
-    def tables(self, memory: Tensor, address: int, device: int) -> tuple[Tensor, Tensor]: ...
 
 class LowLatencyRegion:
     def __init__(
@@ -616,144 +612,60 @@ class LowLatencyRegion:
     def covers(self, plan: LowLatencyPlan) -> bool: ...
     @property
     def was_captured(self) -> bool: ...
-    def is_capturing(self, stream: int) -> bool: ...
-    def send_tokens(
+    def dispatch(self, plan: LowLatencyPlan, call: LowLatencyDispatch, halves: Halves, stream: int) -> None: ...
+    def combine(self, plan: LowLatencyPlan, call: LowLatencyCombine, halves: Halves, stream: int) -> None: ...
+
+class Halves(Enum):
+    SEND = ...
+    RECEIVE = ...
+
+class LowLatencyDispatch:
+    def __init__(
         self,
-        plan: LowLatencyPlan,
+        *,
         buffer_idx: int,
-        rows: _Address,
-        topk_idx: _Address,
+        rows: int,
+        topk_idx: int,
         num_tokens: int,
-        global_scale: _Address,
-        counter: int,
-        results: _Address,
-        stream: int,
-    ) -> None: ...
-    def receive_tokens(
-        self,
-        plan: LowLatencyPlan,
-        buffer_idx: int,
-        rows: _Address,
-        scales: _Address,
-        wait_stats: _Address,
-        results: _Address,
-        stream: int,
-    ) -> None: ...
-    def dispatch_tokens(
-        self,
-        plan: LowLatencyPlan,
-        buffer_idx: int,
-        rows: _Address,
-        topk_idx: _Address,
-        num_tokens: int,
-        global_scale: _Address,
-        counter: int,
-        received_rows: _Address,
-        received_scales: _Address,
-        wait_stats: _Address,
-        results: _Address,
-        stream: int,
-    ) -> None: ...
-    def return_rows(
-        self,
-        plan: LowLatencyPlan,
-        buffer_idx: int,
-        rows: _Address,
-        results: _Address,
-        topk_weights: _Address,
-        num_tokens: int,
-        use_logfmt: bool,
-        min_tokens_to_sum: int,
-        wait_stats: _Address,
-        stream: int,
-    ) -> None: ...
-    def return_signalled_rows(
-        self,
-        plan: LowLatencyPlan,
-        buffer_idx: int,
-        rows: _Address,
-        results: _Address,
-        topk_weights: _Address,
-        num_tokens: int,
-        use_logfmt: bool,
-        signals: _Address,
-        expected: int,
-        num_per_expert: int,
-        rows_per_signal: int,
-        num_sms: int,
-        stream: int,
-    ) -> None: ...
-    def sum_rows(
-        self,
-        plan: LowLatencyPlan,
-        buffer_idx: int,
-        results: _Address,
-        topk_idx: _Address,
-        topk_weights: _Address,
-        out: _Address,
-        num_tokens: int,
-        use_logfmt: bool,
-        wait_stats: _Address,
-        stream: int,
-    ) -> None: ...
-    def combine_rows(
-        self,
-        plan: LowLatencyPlan,
-        buffer_idx: int,
-        rows: _Address,
-        results: _Address,
-        topk_idx: _Address,
-        topk_weights: _Address,
-        out: _Address,
-        num_tokens: int,
-        use_logfmt: bool,
-        min_tokens_to_sum: int,
-        wait_stats: _Address,
-        stream: int,
+        received_rows: int,
+        received_scales: int,
+        results: int,
     ) -> None: ...
 
-class LowLatencyBuffers:
-    def __init__(self) -> None: ...
-    @property
-    def next_idx(self) -> int: ...
-    @property
-    def in_flight(self) -> list[bool]: ...
-    @property
-    def are_in_flight(self) -> bool: ...
-    def note_sent(self) -> None: ...
-    def note_received(self, idx: int) -> None: ...
-    def note_done(self) -> None: ...
-
-class RepeatedLowLatencyCalls:
-    def __init__(self, communicator: Communicator, order: LaunchOrder) -> None: ...
-    def open(
-        self, region: LowLatencyRegion, dispatches: LowLatencyBuffers, combines: LowLatencyBuffers, counter: int
+class LowLatencyCombine:
+    def __init__(
+        self,
+        *,
+        buffer_idx: int,
+        results: int,
+        topk_idx: int,
+        topk_weights: int,
+        num_tokens: int,
+        rows: int,
+        out: int,
     ) -> None: ...
-    def close(self) -> None: ...
-    @property
-    def is_open(self) -> bool: ...
+
+class LowLatencyKind(Enum):
+    DISPATCH = ...
+    COMBINE = ...
 
 class LowLatencyState:
     """The state of the cuda engine in a LowLatencyHandle.
 
     Attributes:
         plan: of the dispatch.
-        num_tokens: T.
         chunk: the memory that its results beside the rows are a piece of.
+        memory: of the chunk.
         results: address of the piece.
         stream: that the dispatch was sent on.
-        is_received: whether its `finish` has run.
     """
 
-    is_received: bool
-
-    def __init__(self, plan: PlanOfSize, num_tokens: int, chunk: Chunk, results: int, stream: int) -> None: ...
     @property
-    def plan(self) -> PlanOfSize: ...
-    @property
-    def num_tokens(self) -> int: ...
+    def plan(self) -> LowLatencyPlan: ...
     @property
     def chunk(self) -> Chunk: ...
+    @property
+    def memory(self) -> Tensor: ...
     @property
     def results(self) -> int: ...
     @property
@@ -761,46 +673,77 @@ class LowLatencyState:
     def __call__(self) -> tuple[Tensor, Tensor]:
         """`src_info` and `layout_range` of the handle."""
 
-class LowLatencyReceiveHook:
-    def finish(self) -> None:
-        """As `LowLatencyDispatched.finish`."""
-
+class LowLatencyReceive:
     def __call__(self) -> None:
-        """What callers of a buffer call, once."""
+        """Launches the second half of a call on the current stream; once."""
 
-class RepeatedLowLatencyDispatch:
+class LowLatencyCalls:
+    """The low-latency calls of one buffer, and which buffers of the region are in use.
+
+    Args:
+        communicator: of the domain.
+        order: of the engine's launches.
+        results: memory for what dispatches return beside their rows.
+        num_ranks: R.
+        device: of the tensors that calls return.
+        by_python: tensors are made as where torch has no interface for C; for tests.
+    """
+
     def __init__(
         self,
-        calls: RepeatedLowLatencyCalls,
-        engine: object,
-        has_hook: bool,
-        plan: PlanOfSize,
-        num_tokens: int,
-        make_rows: NewTensor,
-        make_scales: NewTensor | None,
+        *,
+        communicator: Communicator,
+        order: LaunchOrder,
         results: RouteMemory,
-        handle_type: type[LowLatencyHandle],
-        grid: RankGrid,
+        num_ranks: int,
+        device: torch.device,
+        by_python: bool = False,
     ) -> None: ...
-    @property
-    def call(self) -> RepeatedLowLatencyDispatched: ...
+    def begin(self, region: LowLatencyRegion | None, counter: int) -> None:
+        """Forgets all calls. Those that follow go through the region; `counter` is that of `low_latency_counter`."""
 
-class RepeatedLowLatencyCombine:
-    """As `RepeatedLowLatencyDispatch`."""
+    def covers(self, plan: LowLatencyPlan) -> bool: ...
+    def can_send(self, kind: LowLatencyKind) -> bool:
+        """Whether a buffer is free."""
 
-    def __init__(
-        self,
-        calls: RepeatedLowLatencyCalls,
-        engine: object,
-        has_hook: bool,
-        num_tokens: int,
-        num_topk: int,
-        make_out: NewTensor,
-        use_logfmt: bool,
-        min_tokens_to_sum: int,
-    ) -> None: ...
     @property
-    def call(self) -> RepeatedLowLatencyCombined: ...
+    def are_in_flight(self) -> bool:
+        """Whether any call has been sent and not yet received."""
+
+    def plan_of(self, request: LowLatencyDispatchRequest, format: int) -> LowLatencyPlan:
+        """The plan of a dispatch; `format` is the `format_code`.
+
+        Raises:
+            ConfigError: more experts or tokens than the kernels take, or rows that they cannot move.
+        """
+
+    def dispatch(
+        self, request: LowLatencyDispatchRequest, format: int
+    ) -> LowLatencyPlan | tuple[Tensor, Tensor | None, Tensor, LowLatencyState, LowLatencyReceive | None]:
+        """Returns rows, scales, counts, the state of the handle and, with a hook, what receives.
+
+        Where the region does not cover the plan, nothing has been done, and the plan is returned.
+
+        Raises:
+            ConfigError: as `plan_of`; or no buffer is free.
+        """
+
+    def combine(self, request: LowLatencyCombineRequest, state: LowLatencyState) -> LowLatencyReceive | None:
+        """Returns what receives, with a hook.
+
+        Raises:
+            ConfigError: the request does not fit the dispatch of the handle, or no buffer is free.
+        """
+
+    def launch_empty(
+        self, kind: LowLatencyKind, plan: LowLatencyPlan, results: Tensor, global_scale: Tensor | None = None
+    ) -> None:
+        """Launches a call without tokens, which publishes the fields of its plan: ranks compare them, or learn of a
+        refusal. `results` has as many int32 as the plan says.
+
+        Raises:
+            ConfigError: no buffer is free.
+        """
 
 class LowLatencyBetweenRegion(LowLatencyRegion):
     def __init__(

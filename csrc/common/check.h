@@ -1,5 +1,5 @@
-// Checks of arguments that come from Python. A failed check throws std::invalid_argument, which pybind11 turns into
-// ValueError; the Python layer checks first and raises ConfigError, so what reaches here is an internal mistake.
+// Checks of arguments that come from Python. `require` throws std::invalid_argument, which pybind11 turns into
+// ValueError: the Python layer checks first, so what reaches it is an internal mistake.
 #pragma once
 
 #include <sstream>
@@ -7,6 +7,12 @@
 #include <string>
 
 namespace hybrid_ep {
+
+// An argument of a caller does not fit: ConfigError of Python.
+class ConfigError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
 
 template <typename Value>
 void require(bool ok, const char* what, const Value& value, const char* allowed) {

@@ -103,158 +103,143 @@ void LowLatencyRegion::fill(DispatchTokensParams& params, const LowLatencyPlan& 
 }
 
 void LowLatencyRegion::fill(SendHomeParams& params, const LowLatencyPlan& plan, const LowLatencyDomain& domain,
-                            const RowsHome& rows) const {
+                            const LowLatencyCombine& call) const {
   params.domain = domain;
   params.shape = plan.shape;
-  params.rows = rows.rows;
-  params.row_of = tables_of(plan, rows.results).row_of;
-  params.num_too_many = rows.results + plan.results.num_too_many;
-  params.number = number_of(plan, rows.results);
-  params.topk_weights = rows.topk_weights;
-  params.num_tokens = rows.num_tokens;
-  params.use_logfmt = rows.use_logfmt;
+  params.rows = call.rows;
+  params.row_of = tables_of(plan, call.results).row_of;
+  params.num_too_many = call.results + plan.results.num_too_many;
+  params.number = number_of(plan, call.results);
+  params.topk_weights = call.topk_weights;
+  params.num_tokens = call.num_tokens;
+  params.use_logfmt = call.use_logfmt;
   params.weights = plan.weights;
 }
 
-SendTokensParams LowLatencyRegion::params_of(const LowLatencyPlan& plan, const LowLatencyDomain& domain,
-                                             const TokensOut& tokens, int32_t* results) const {
-  require(is_nvfp4(plan.format) == (tokens.global_scale != nullptr), "global_scale", tokens.global_scale != nullptr,
+SendTokensParams LowLatencyRegion::send_tokens_params(const LowLatencyPlan& plan, const LowLatencyDomain& domain,
+                                                      const LowLatencyDispatch& call) const {
+  require(is_nvfp4(plan.format) == (call.global_scale != nullptr), "global_scale", call.global_scale != nullptr,
           "given with NVFP4 rows only");
   SendTokensParams params{};
   fill(params, plan, domain);
-  params.rows = tokens.rows;
-  params.topk_idx = tokens.topk_idx;
-  params.row_of = results + plan.results.row_of;
-  params.num_too_many = results + plan.results.num_too_many;
-  params.number = reinterpret_cast<LowLatencyNumber*>(results + plan.results.number);
-  params.counter = tokens.counter;
-  params.num_tokens = tokens.num_tokens;
-  params.global_scale = tokens.global_scale;
+  params.rows = call.rows;
+  params.topk_idx = call.topk_idx;
+  params.row_of = call.results + plan.results.row_of;
+  params.num_too_many = call.results + plan.results.num_too_many;
+  params.number = reinterpret_cast<LowLatencyNumber*>(call.results + plan.results.number);
+  params.counter = call.counter;
+  params.num_tokens = call.num_tokens;
+  params.global_scale = call.global_scale;
   return params;
 }
 
-ReceiveTokensParams LowLatencyRegion::params_of(const LowLatencyPlan& plan, const LowLatencyDomain& domain,
-                                                const TokensIn& tokens, int32_t* results) const {
+ReceiveTokensParams LowLatencyRegion::receive_tokens_params(const LowLatencyPlan& plan, const LowLatencyDomain& domain,
+                                                            const LowLatencyDispatch& call) const {
   ReceiveTokensParams params{};
   fill(params, plan, domain);
   params.domain.timeout_ns = receive_timeout_ns_;
-  params.rows = tokens.rows;
-  params.scales = tokens.scales;
-  params.count = results + plan.results.counts;
-  params.src_info = results + plan.results.src_info;
-  params.layout_range = reinterpret_cast<int64_t*>(results + plan.results.layout_range);
-  params.row_of = results + plan.results.row_of;
-  params.num_too_many = results + plan.results.num_too_many;
-  params.num_received = results + plan.results.num_received;
-  params.wait_stats = tokens.wait_stats;
+  params.rows = call.received_rows;
+  params.scales = call.received_scales;
+  params.count = call.results + plan.results.counts;
+  params.src_info = call.results + plan.results.src_info;
+  params.layout_range = reinterpret_cast<int64_t*>(call.results + plan.results.layout_range);
+  params.row_of = call.results + plan.results.row_of;
+  params.num_too_many = call.results + plan.results.num_too_many;
+  params.num_received = call.results + plan.results.num_received;
+  params.wait_stats = call.wait_stats;
   return params;
 }
 
-void LowLatencyRegion::send_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensOut& tokens,
-                                   int32_t* results, cudaStream_t stream) {
+void LowLatencyRegion::receive_tokens(const LowLatencyPlan& plan, const LowLatencyDispatch& call, bool is_early,
+                                      cudaStream_t stream) {
   const DeviceGuard guard(device_);
-  const LowLatencyDomain domain = begin(plan, LowLatencyKind::kDispatch, buffer_idx, stream);
-  launch_send_tokens(params_of(plan, domain, tokens, results), num_device_sms_, stream);
+  const LowLatencyDomain domain = begin(plan, LowLatencyKind::kDispatch, call.buffer_idx, stream);
+  launch_receive_tokens(receive_tokens_params(plan, domain, call), num_device_sms_, is_early, stream);
 }
 
-void LowLatencyRegion::receive_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensIn& tokens,
-                                      int32_t* results, cudaStream_t stream) {
-  receive_tokens(plan, buffer_idx, tokens, results, false, stream);
-}
-
-void LowLatencyRegion::receive_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensIn& tokens,
-                                      int32_t* results, bool is_early, cudaStream_t stream) {
-  const DeviceGuard guard(device_);
-  const LowLatencyDomain domain = begin(plan, LowLatencyKind::kDispatch, buffer_idx, stream);
-  launch_receive_tokens(params_of(plan, domain, tokens, results), num_device_sms_, is_early, stream);
-}
-
-void LowLatencyRegion::dispatch_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensOut& out,
-                                       const TokensIn& in, int32_t* results, cudaStream_t stream) {
+void LowLatencyRegion::dispatch(const LowLatencyPlan& plan, const LowLatencyDispatch& call, Halves halves,
+                                cudaStream_t stream) {
+  if (halves == Halves::kReceive) {
+    receive_tokens(plan, call, false, stream);
+    return;
+  }
   const DeviceGuard guard(device_);
   bool is_captured = false;
-  const LowLatencyDomain domain = begin(plan, LowLatencyKind::kDispatch, buffer_idx, stream, &is_captured);
-  const SendTokensParams send = params_of(plan, domain, out, results);
-  const ReceiveTokensParams receive = params_of(plan, domain, in, results);
-  if (is_captured) {  // a launch in a graph costs the host nothing, and separate kernels take less time
-    launch_send_tokens(send, num_device_sms_, stream);
-    launch_receive_tokens(receive, num_device_sms_, true, stream);
-  } else {
-    launch_dispatch_tokens(send, receive, num_device_sms_, stream);
+  const LowLatencyDomain domain = begin(plan, LowLatencyKind::kDispatch, call.buffer_idx, stream, &is_captured);
+  const SendTokensParams send = send_tokens_params(plan, domain, call);
+  if (halves == Halves::kBoth && !is_captured) {
+    launch_dispatch_tokens(send, receive_tokens_params(plan, domain, call), num_device_sms_, stream);
+    return;
+  }
+  launch_send_tokens(send, num_device_sms_, stream);
+  // A launch in a graph costs the host nothing, and separate kernels take less time.
+  if (halves == Halves::kBoth) {
+    launch_receive_tokens(receive_tokens_params(plan, domain, call), num_device_sms_, true, stream);
   }
 }
 
-ReturnRowsParams LowLatencyRegion::params_of(const LowLatencyPlan& plan, const LowLatencyDomain& domain,
-                                             const RowsHome& rows, int min_tokens_to_sum, int64_t* wait_stats) const {
-  require(min_tokens_to_sum >= kMinTokensToSum, "min_tokens_to_sum", min_tokens_to_sum, "what weights are sent for");
+ReturnRowsParams LowLatencyRegion::return_rows_params(const LowLatencyPlan& plan, const LowLatencyDomain& domain,
+                                                      const LowLatencyCombine& call) const {
+  require(call.min_tokens_to_sum >= kMinTokensToSum, "min_tokens_to_sum", call.min_tokens_to_sum,
+          "what weights are sent for");
   ReturnRowsParams params{};
-  fill(params, plan, domain, rows);
-  params.num_received = tables_of(plan, rows.results).num_received;
-  params.wait_stats = wait_stats;
-  params.min_tokens_to_sum = min_tokens_to_sum;
+  fill(params, plan, domain, call);
+  params.num_received = tables_of(plan, call.results).num_received;
+  params.wait_stats = call.wait_stats;
+  params.min_tokens_to_sum = call.min_tokens_to_sum;
   return params;
 }
 
-SumRowsParams LowLatencyRegion::params_of(const LowLatencyPlan& plan, const LowLatencyDomain& domain,
-                                          const RowsToSum& rows, int64_t* wait_stats) const {
+SumRowsParams LowLatencyRegion::sum_rows_params(const LowLatencyPlan& plan, const LowLatencyDomain& domain,
+                                                const LowLatencyCombine& call) const {
   SumRowsParams params{};
   params.domain = domain;
   params.domain.timeout_ns = receive_timeout_ns_;
   params.shape = plan.shape;
-  params.number = number_of(plan, rows.results);
-  params.topk_idx = rows.topk_idx;
-  params.topk_weights = rows.topk_weights;
-  params.out = rows.out;
-  params.wait_stats = wait_stats;
-  params.num_tokens = rows.num_tokens;
-  params.use_logfmt = rows.use_logfmt;
+  params.number = number_of(plan, call.results);
+  params.topk_idx = call.topk_idx;
+  params.topk_weights = call.topk_weights;
+  params.out = call.out;
+  params.wait_stats = call.wait_stats;
+  params.num_tokens = call.num_tokens;
+  params.use_logfmt = call.use_logfmt;
   return params;
 }
 
-void LowLatencyRegion::return_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
-                                   int min_tokens_to_sum, int64_t* wait_stats, cudaStream_t stream) {
-  const DeviceGuard guard(device_);
-  const LowLatencyDomain domain = begin(plan, LowLatencyKind::kCombine, buffer_idx, stream);
-  launch_return_rows(params_of(plan, domain, rows, min_tokens_to_sum, wait_stats), num_device_sms_, stream);
-}
-
-void LowLatencyRegion::return_signalled_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
-                                             const ExpertSignals& signals, int num_sms, cudaStream_t stream) {
-  require(num_sms >= 1, "num_sms", num_sms, "1 or more");
-  const DeviceGuard guard(device_);
+void LowLatencyRegion::return_signalled_rows(const LowLatencyPlan& plan, const LowLatencyDomain& domain,
+                                             const LowLatencyCombine& call, cudaStream_t stream) const {
+  require(call.num_sms >= 1, "num_sms", call.num_sms, "1 or more");
   ReturnSignalledRowsParams params{};
-  fill(params, plan, begin(plan, LowLatencyKind::kCombine, buffer_idx, stream), rows);
-  params.count = rows.results + plan.results.counts;
-  params.src_info = rows.results + plan.results.src_info;
-  params.layout_range = reinterpret_cast<const int64_t*>(rows.results + plan.results.layout_range);
-  params.signals = signals;
-  launch_return_signalled_rows(params, std::min(num_sms, num_device_sms_), stream);
+  fill(params, plan, domain, call);
+  params.count = call.results + plan.results.counts;
+  params.src_info = call.results + plan.results.src_info;
+  params.layout_range = reinterpret_cast<const int64_t*>(call.results + plan.results.layout_range);
+  params.signals = call.signals;
+  launch_return_signalled_rows(params, std::min(call.num_sms, num_device_sms_), stream);
 }
 
-void LowLatencyRegion::sum_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsToSum& rows, int64_t* wait_stats,
-                                cudaStream_t stream) {
-  const DeviceGuard guard(device_);
-  const LowLatencyDomain domain = begin(plan, LowLatencyKind::kCombine, buffer_idx, stream);
-  launch_sum_rows(params_of(plan, domain, rows, wait_stats), stream);
-}
-
-void LowLatencyRegion::combine_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& home,
-                                    int min_tokens_to_sum, const RowsToSum& to_sum, int64_t* wait_stats,
-                                    cudaStream_t stream) {
+void LowLatencyRegion::combine(const LowLatencyPlan& plan, const LowLatencyCombine& call, Halves halves,
+                               cudaStream_t stream) {
   const DeviceGuard guard(device_);
   bool is_captured = false;
-  const LowLatencyDomain domain = begin(plan, LowLatencyKind::kCombine, buffer_idx, stream, &is_captured);
-  const ReturnRowsParams send = params_of(plan, domain, home, min_tokens_to_sum, wait_stats);
-  const SumRowsParams sum = params_of(plan, domain, to_sum, wait_stats);
-  const int64_t row_bytes = 2 * plan.shape.hidden;
-  const uint8_t* rows_end = home.rows + plan.shape.num_experts * int64_t{plan.shape.max_tokens} * row_bytes;
-  const bool overwrites_rows = to_sum.out < rows_end && home.rows < to_sum.out + to_sum.num_tokens * row_bytes;
-  if (is_captured || overwrites_rows) {  // the sum writes when the send has ended
-    launch_return_rows(send, num_device_sms_, stream);
-    launch_sum_rows(sum, stream);
-  } else {
-    launch_combine_rows(send, sum, num_device_sms_, stream);
+  const LowLatencyDomain domain = begin(plan, LowLatencyKind::kCombine, call.buffer_idx, stream, &is_captured);
+  const bool has_signals = call.signals.raised != nullptr;
+  if (halves == Halves::kBoth && !is_captured && !has_signals) {
+    const int64_t row_bytes = 2 * plan.shape.hidden;
+    const uint8_t* rows_end = call.rows + plan.shape.num_experts * int64_t{plan.shape.max_tokens} * row_bytes;
+    // Sums over the rows are written when the send has ended.
+    if (call.out >= rows_end || call.rows >= call.out + call.num_tokens * row_bytes) {
+      launch_combine_rows(return_rows_params(plan, domain, call), sum_rows_params(plan, domain, call), num_device_sms_,
+                          stream);
+      return;
+    }
   }
+  if (halves != Halves::kReceive && has_signals) {
+    return_signalled_rows(plan, domain, call, stream);
+  } else if (halves != Halves::kReceive) {
+    launch_return_rows(return_rows_params(plan, domain, call), num_device_sms_, stream);
+  }
+  if (halves != Halves::kSend) launch_sum_rows(sum_rows_params(plan, domain, call), stream);
 }
 
 }  // namespace hybrid_ep

@@ -1,8 +1,8 @@
 // One region of symmetric memory, and the low-latency calls that go through it.
 //
 // Calls are collective, in the same order at all ranks and on one stream at a time; the caller ensures that. Other
-// calls may come between the two halves of a call. The first call of a size makes a plan, which the caller keeps for
-// later calls. Nothing here allocates memory or synchronises the device.
+// calls may come between the two halves of a call. Each dispatch makes a plan, which its combine reads. Nothing here
+// allocates memory or synchronises the device.
 #pragma once
 
 #include <cstdint>
@@ -45,39 +45,43 @@ struct LowLatencyPlan {
   LowLatencyPlan compared() const;
 };
 
-// What a dispatch sends: as in SendTokensParams.
-struct TokensOut {
+// Which kernels of a call are launched.
+enum class Halves { kSend, kReceive, kBoth };
+
+// A dispatch; kernels/low_latency/low_latency.h has the shapes. `results` is memory as the plan lays it out.
+struct LowLatencyDispatch {
+  int buffer_idx;
+  // What the send reads: as in SendTokensParams.
   const uint8_t* rows;
   const int64_t* topk_idx;
   int num_tokens;
-  const float* global_scale;
+  const float* global_scale;  // nullptr unless rows are NVFP4
   uint32_t counter;
-};
-
-// Where a dispatch receives: as in ReceiveTokensParams.
-struct TokensIn {
-  uint8_t* rows;
-  uint32_t* scales;
+  // What the receive writes: as in ReceiveTokensParams. Scales and wait statistics may be nullptr.
+  uint8_t* received_rows;
+  uint32_t* received_scales;
   int64_t* wait_stats;
+  int32_t* results;
 };
 
-// The rows of experts that a combine sends back to their sources. `results` are those of the dispatch.
-struct RowsHome {
-  const uint8_t* rows;
+// A combine. `results` are those of the dispatch.
+struct LowLatencyCombine {
+  int buffer_idx;
   int32_t* results;
   const float* topk_weights;
   int num_tokens;
   bool use_logfmt;
-};
-
-// What a combine sums: as in SumRowsParams. `results` are those of the dispatch.
-struct RowsToSum {
-  const int32_t* results;
+  int64_t* wait_stats;  // may be nullptr
+  // What the send reads: as in ReturnRowsParams.
+  const uint8_t* rows;
+  int min_tokens_to_sum;
+  // Of experts that still write the rows: with them the send takes num_sms SMs, and no rows are summed before they
+  // cross. Without: signals.raised is nullptr.
+  ExpertSignals signals;
+  int num_sms;
+  // What the receive reads and writes: as in SumRowsParams.
   const int64_t* topk_idx;
-  const float* topk_weights;
   uint8_t* out;
-  int num_tokens;
-  bool use_logfmt;
 };
 
 // The tables of a dispatch that a combine looks up: as in SendHomeParams and ReturnRowsParams.
@@ -103,24 +107,12 @@ class LowLatencyRegion {
   // Whether a captured stream has used the region. Then a graph may hold its addresses.
   bool was_captured() const { return was_captured_; }
 
-  // The two halves of dispatch and of combine, and each as a whole. `results` is memory as the plan lays it out;
-  // kernels/low_latency/low_latency.h has the shapes of the rest. Wait statistics, scales and the global scale may be
-  // nullptr.
-  virtual void send_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensOut& tokens, int32_t* results,
-                           cudaStream_t stream);
-  virtual void receive_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensIn& tokens, int32_t* results,
-                              cudaStream_t stream);
-  virtual void dispatch_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensOut& out, const TokensIn& in,
-                               int32_t* results, cudaStream_t stream);
-  virtual void return_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows, int min_tokens_to_sum,
-                           int64_t* wait_stats, cudaStream_t stream);
-  // Sends rows that experts still write, on num_sms SMs. No rows are summed before they cross.
-  virtual void return_signalled_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
-                                     const ExpertSignals& signals, int num_sms, cudaStream_t stream);
-  virtual void sum_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsToSum& rows, int64_t* wait_stats,
-                        cudaStream_t stream);
-  virtual void combine_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& home, int min_tokens_to_sum,
-                            const RowsToSum& to_sum, int64_t* wait_stats, cudaStream_t stream);
+  // Memory that a dispatch needs for its results, in int32.
+  virtual int64_t num_ints(const LowLatencyPlan& plan) const { return plan.results.num_ints; }
+
+  // Each launches a call, or a half of it.
+  virtual void dispatch(const LowLatencyPlan& plan, const LowLatencyDispatch& call, Halves halves, cudaStream_t stream);
+  virtual void combine(const LowLatencyPlan& plan, const LowLatencyCombine& call, Halves halves, cudaStream_t stream);
 
  protected:
   virtual RowTables tables_of(const LowLatencyPlan& plan, const int32_t* results) const {
@@ -132,8 +124,7 @@ class LowLatencyRegion {
                          bool* is_captured = nullptr);
 
   // `is_early`: as for launch_receive_tokens.
-  void receive_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensIn& tokens, int32_t* results,
-                      bool is_early, cudaStream_t stream);
+  void receive_tokens(const LowLatencyPlan& plan, const LowLatencyDispatch& call, bool is_early, cudaStream_t stream);
 
   LowLatencyDomain domain_{};
   LowLatencyCapacity capacity_;
@@ -141,17 +132,19 @@ class LowLatencyRegion {
   uint64_t receive_timeout_ns_;  // of kernels that receive
 
  private:
-  SendTokensParams params_of(const LowLatencyPlan& plan, const LowLatencyDomain& domain, const TokensOut& tokens,
-                             int32_t* results) const;
-  ReceiveTokensParams params_of(const LowLatencyPlan& plan, const LowLatencyDomain& domain, const TokensIn& tokens,
-                                int32_t* results) const;
-  ReturnRowsParams params_of(const LowLatencyPlan& plan, const LowLatencyDomain& domain, const RowsHome& rows,
-                             int min_tokens_to_sum, int64_t* wait_stats) const;
-  SumRowsParams params_of(const LowLatencyPlan& plan, const LowLatencyDomain& domain, const RowsToSum& rows,
-                          int64_t* wait_stats) const;
+  void return_signalled_rows(const LowLatencyPlan& plan, const LowLatencyDomain& domain, const LowLatencyCombine& call,
+                             cudaStream_t stream) const;
+  SendTokensParams send_tokens_params(const LowLatencyPlan& plan, const LowLatencyDomain& domain,
+                                      const LowLatencyDispatch& call) const;
+  ReceiveTokensParams receive_tokens_params(const LowLatencyPlan& plan, const LowLatencyDomain& domain,
+                                            const LowLatencyDispatch& call) const;
+  ReturnRowsParams return_rows_params(const LowLatencyPlan& plan, const LowLatencyDomain& domain,
+                                      const LowLatencyCombine& call) const;
+  SumRowsParams sum_rows_params(const LowLatencyPlan& plan, const LowLatencyDomain& domain,
+                                const LowLatencyCombine& call) const;
   void fill(DispatchTokensParams& params, const LowLatencyPlan& plan, const LowLatencyDomain& domain) const;
   void fill(SendHomeParams& params, const LowLatencyPlan& plan, const LowLatencyDomain& domain,
-            const RowsHome& rows) const;
+            const LowLatencyCombine& call) const;
 
   bool was_captured_ = false;
 };

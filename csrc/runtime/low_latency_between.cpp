@@ -70,100 +70,105 @@ void LowLatencyBetweenRegion::fill(LowLatencyBetweenParams& params, const LowLat
   params.link = link_;
 }
 
-void LowLatencyBetweenRegion::send_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensOut& tokens,
-                                          int32_t* results, cudaStream_t stream) {
-  LowLatencyRegion::send_tokens(plan, buffer_idx, tokens, results, stream);
+void LowLatencyBetweenRegion::ship_tokens(const LowLatencyPlan& plan, const LowLatencyDispatch& call,
+                                          cudaStream_t stream) {
   const DeviceGuard guard(device_);
   ShipTokensParams params{};
-  fill(params, plan, LowLatencyKind::kDispatch, buffer_idx, stream);
+  fill(params, plan, LowLatencyKind::kDispatch, call.buffer_idx, stream);
   params.message = plan.message;
-  params.topk_idx = tokens.topk_idx;
-  params.num_tokens = tokens.num_tokens;
+  params.topk_idx = call.topk_idx;
+  params.num_tokens = call.num_tokens;
   launch_in_proxy_call(proxy_, link_, stream, [&] { kernels_.ship_tokens(params, num_device_sms_, stream); });
 }
 
-void LowLatencyBetweenRegion::receive_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensIn& tokens,
-                                             int32_t* results, cudaStream_t stream) {
-  {
-    const DeviceGuard guard(device_);
-    ForwardTokensParams params{};
-    fill(params, plan, LowLatencyKind::kDispatch, buffer_idx, stream);
-    params.message = plan.message;
-    params.call = plan.call;
-    params.wait_stats = tokens.wait_stats;
-    launch_in_proxy_call(proxy_, link_, stream, [&] { kernels_.forward_tokens(params, num_device_sms_, stream); });
+void LowLatencyBetweenRegion::forward_tokens(const LowLatencyPlan& plan, const LowLatencyDispatch& call,
+                                             cudaStream_t stream) {
+  const DeviceGuard guard(device_);
+  ForwardTokensParams params{};
+  fill(params, plan, LowLatencyKind::kDispatch, call.buffer_idx, stream);
+  params.message = plan.message;
+  params.call = plan.call;
+  params.wait_stats = call.wait_stats;
+  launch_in_proxy_call(proxy_, link_, stream, [&] { kernels_.forward_tokens(params, num_device_sms_, stream); });
+}
+
+void LowLatencyBetweenRegion::dispatch(const LowLatencyPlan& plan, const LowLatencyDispatch& call, Halves halves,
+                                       cudaStream_t stream) {
+  if (halves != Halves::kReceive) {
+    LowLatencyRegion::dispatch(plan, call, Halves::kSend, stream);
+    ship_tokens(plan, call, stream);
   }
+  if (halves == Halves::kSend) return;
+  forward_tokens(plan, call, stream);
   // Beside the kernel that forwards, unless both would count the same waits.
-  const bool is_early = tokens.wait_stats == nullptr && plan.shape.max_tokens > 0;
-  LowLatencyRegion::receive_tokens(plan, buffer_idx, tokens, results, is_early, stream);
+  const bool is_early = call.wait_stats == nullptr && plan.shape.max_tokens > 0;
+  receive_tokens(plan, call, is_early, stream);
 }
 
-void LowLatencyBetweenRegion::dispatch_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensOut& out,
-                                              const TokensIn& in, int32_t* results, cudaStream_t stream) {
-  send_tokens(plan, buffer_idx, out, results, stream);
-  receive_tokens(plan, buffer_idx, in, results, stream);
-}
-
-ShipRowsParams LowLatencyBetweenRegion::ship_rows_params(const LowLatencyPlan& plan, int buffer_idx,
-                                                         const RowsHome& rows, cudaStream_t stream) {
+ShipRowsParams LowLatencyBetweenRegion::ship_rows_params(const LowLatencyPlan& plan, const LowLatencyCombine& call,
+                                                         cudaStream_t stream) {
   ShipRowsParams params{};
-  fill(params, plan, LowLatencyKind::kCombine, buffer_idx, stream);
+  fill(params, plan, LowLatencyKind::kCombine, call.buffer_idx, stream);
   const LowLatencyResults& results = plan.results;
-  params.rows = rows.rows;
-  params.row_of = rows.results + results.row_of;
-  params.src_info = rows.results + results.src_info;
-  params.layout_range = reinterpret_cast<const int64_t*>(rows.results + results.layout_range);
-  params.num_received = rows.results + results.num_received;
-  params.num_too_many = rows.results + results.num_too_many;
-  params.number = number_of(plan, rows.results);
-  params.use_logfmt = rows.use_logfmt;
+  params.rows = call.rows;
+  params.row_of = call.results + results.row_of;
+  params.src_info = call.results + results.src_info;
+  params.layout_range = reinterpret_cast<const int64_t*>(call.results + results.layout_range);
+  params.num_received = call.results + results.num_received;
+  params.num_too_many = call.results + results.num_too_many;
+  params.number = number_of(plan, call.results);
+  params.use_logfmt = call.use_logfmt;
   const OwnTables tables = OwnTables::of(plan);
-  params.own_row_of = rows.results + tables.row_of;
-  params.own_num_received = rows.results + tables.num_received;
+  params.own_row_of = call.results + tables.row_of;
+  params.own_num_received = call.results + tables.num_received;
   params.ships = true;
   return params;
 }
 
-void LowLatencyBetweenRegion::return_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
-                                          int min_tokens_to_sum, int64_t* wait_stats, cudaStream_t stream) {
+void LowLatencyBetweenRegion::send_rows(const LowLatencyPlan& plan, const LowLatencyCombine& call,
+                                        cudaStream_t stream) {
   {
     const DeviceGuard guard(device_);
-    const ShipRowsParams params = ship_rows_params(plan, buffer_idx, rows, stream);
+    const ShipRowsParams params = ship_rows_params(plan, call, stream);
     launch_in_proxy_call(proxy_, link_, stream, [&] { kernels_.ship_rows(params, num_device_sms_, stream); });
   }
-  LowLatencyRegion::return_rows(plan, buffer_idx, rows, min_tokens_to_sum, wait_stats, stream);
+  LowLatencyRegion::combine(plan, call, Halves::kSend, stream);
 }
 
-void LowLatencyBetweenRegion::return_signalled_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
-                                                    const ExpertSignals& signals, int num_sms, cudaStream_t stream) {
+void LowLatencyBetweenRegion::send_signalled_rows(const LowLatencyPlan& plan, const LowLatencyCombine& call,
+                                                  cudaStream_t stream) {
   const DeviceGuard guard(device_);
-  ShipRowsParams params = ship_rows_params(plan, buffer_idx, rows, stream);
+  ShipRowsParams params = ship_rows_params(plan, call, stream);
   params.ships = false;
   kernels_.ship_rows(params, num_device_sms_, stream);
-  LowLatencyRegion::return_signalled_rows(plan, buffer_idx, rows, signals, num_sms, stream);
+  LowLatencyRegion::combine(plan, call, Halves::kSend, stream);
   // That kernel has waited for the signals of all rows.
   params.own_row_of = params.own_num_received = nullptr;
   params.ships = params.follows_own = true;
   launch_in_proxy_call(proxy_, link_, stream, [&] { kernels_.ship_rows(params, num_device_sms_, stream); });
 }
 
-void LowLatencyBetweenRegion::sum_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsToSum& rows,
-                                       int64_t* wait_stats, cudaStream_t stream) {
-  {
-    const DeviceGuard guard(device_);
-    ForwardRowsParams params{};
-    fill(params, plan, LowLatencyKind::kCombine, buffer_idx, stream);
-    params.wait_stats = wait_stats;
-    launch_in_proxy_call(proxy_, link_, stream, [&] { kernels_.forward_rows(params, num_device_sms_, stream); });
-  }
-  LowLatencyRegion::sum_rows(plan, buffer_idx, rows, nullptr, stream);
+void LowLatencyBetweenRegion::forward_rows(const LowLatencyPlan& plan, const LowLatencyCombine& call,
+                                           cudaStream_t stream) {
+  const DeviceGuard guard(device_);
+  ForwardRowsParams params{};
+  fill(params, plan, LowLatencyKind::kCombine, call.buffer_idx, stream);
+  params.wait_stats = call.wait_stats;
+  launch_in_proxy_call(proxy_, link_, stream, [&] { kernels_.forward_rows(params, num_device_sms_, stream); });
 }
 
-void LowLatencyBetweenRegion::combine_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& home,
-                                           int min_tokens_to_sum, const RowsToSum& to_sum, int64_t* wait_stats,
-                                           cudaStream_t stream) {
-  return_rows(plan, buffer_idx, home, min_tokens_to_sum, wait_stats, stream);
-  sum_rows(plan, buffer_idx, to_sum, wait_stats, stream);
+void LowLatencyBetweenRegion::combine(const LowLatencyPlan& plan, const LowLatencyCombine& call, Halves halves,
+                                      cudaStream_t stream) {
+  if (halves != Halves::kReceive && call.signals.raised != nullptr) {
+    send_signalled_rows(plan, call, stream);
+  } else if (halves != Halves::kReceive) {
+    send_rows(plan, call, stream);
+  }
+  if (halves == Halves::kSend) return;
+  forward_rows(plan, call, stream);
+  LowLatencyCombine sum = call;
+  sum.wait_stats = nullptr;  // the kernel that forwards has counted the waits
+  LowLatencyRegion::combine(plan, sum, Halves::kReceive, stream);
 }
 
 }  // namespace hybrid_ep

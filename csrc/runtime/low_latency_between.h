@@ -33,20 +33,10 @@ class LowLatencyBetweenRegion final : public LowLatencyRegion {
                           Proxy& proxy, const LinkKernels& kernels);
 
   bool covers(const LowLatencyPlan& plan) const override;
-  void send_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensOut& tokens, int32_t* results,
-                   cudaStream_t stream) override;
-  void receive_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensIn& tokens, int32_t* results,
-                      cudaStream_t stream) override;
-  void dispatch_tokens(const LowLatencyPlan& plan, int buffer_idx, const TokensOut& out, const TokensIn& in,
-                       int32_t* results, cudaStream_t stream) override;
-  void return_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows, int min_tokens_to_sum,
-                   int64_t* wait_stats, cudaStream_t stream) override;
-  void return_signalled_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
-                             const ExpertSignals& signals, int num_sms, cudaStream_t stream) override;
-  void sum_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsToSum& rows, int64_t* wait_stats,
+  int64_t num_ints(const LowLatencyPlan& plan) const override { return OwnTables::of(plan).num_ints; }
+  void dispatch(const LowLatencyPlan& plan, const LowLatencyDispatch& call, Halves halves,
                 cudaStream_t stream) override;
-  void combine_rows(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& home, int min_tokens_to_sum,
-                    const RowsToSum& to_sum, int64_t* wait_stats, cudaStream_t stream) override;
+  void combine(const LowLatencyPlan& plan, const LowLatencyCombine& call, Halves halves, cudaStream_t stream) override;
 
  protected:
   RowTables tables_of(const LowLatencyPlan& plan, const int32_t* results) const override;
@@ -54,8 +44,12 @@ class LowLatencyBetweenRegion final : public LowLatencyRegion {
  private:
   void fill(LowLatencyBetweenParams& params, const LowLatencyPlan& plan, LowLatencyKind kind, int buffer_idx,
             cudaStream_t stream);
-  ShipRowsParams ship_rows_params(const LowLatencyPlan& plan, int buffer_idx, const RowsHome& rows,
-                                  cudaStream_t stream);
+  void ship_tokens(const LowLatencyPlan& plan, const LowLatencyDispatch& call, cudaStream_t stream);
+  void forward_tokens(const LowLatencyPlan& plan, const LowLatencyDispatch& call, cudaStream_t stream);
+  ShipRowsParams ship_rows_params(const LowLatencyPlan& plan, const LowLatencyCombine& call, cudaStream_t stream);
+  void send_rows(const LowLatencyPlan& plan, const LowLatencyCombine& call, cudaStream_t stream);
+  void send_signalled_rows(const LowLatencyPlan& plan, const LowLatencyCombine& call, cudaStream_t stream);
+  void forward_rows(const LowLatencyPlan& plan, const LowLatencyCombine& call, cudaStream_t stream);
 
   const LowLatencyPeers peers_;
   Proxy& proxy_;

@@ -15,13 +15,11 @@ import torch
 from torch import Tensor
 
 from hybrid_ep.buffers.low_latency_arguments import LowLatencyArguments, nvfp4_as_returned, row_format, signals_of
-from hybrid_ep.buffers.repeats import repeat_low_latency_combine, repeat_low_latency_dispatch
 from hybrid_ep.checks import MAX_INT, MAX_TOPK, require, require_bool, require_bools, require_int
 from hybrid_ep.core.calls import plain_tensors
-from hybrid_ep.core.checks import Passed, packed, require_tensor, traits
+from hybrid_ep.core.checks import packed, require_tensor
 from hybrid_ep.core.event import EventOverlap
 from hybrid_ep.core.logfmt import CHANNELS_PER_HEADER
-from hybrid_ep.core.repeatable import first, repeatable
 from hybrid_ep.engine.base import Engine
 from hybrid_ep.engine.calls import (
     LowLatencyCombineRequest,
@@ -47,7 +45,6 @@ class LowLatencyCalls(LowLatencyArguments):
 
     low_latency_mode: bool
     enable_shrink: bool
-    _passed: Passed
     _combine_buffer: tuple[LowLatencyHandle, Tensor] | None = None
     _num_cleanings: int = 0
 
@@ -80,7 +77,7 @@ class LowLatencyCalls(LowLatencyArguments):
         combine_bytes = _aligned(tokens * num_topk * row_bytes) + num_ranks * _aligned(tokens * num_topk * 4)
         return _CONTROL_BYTES + _NUM_BUFFERS * (dispatch_bytes + combine_bytes)
 
-    @repeatable()
+    @plain_tensors
     def low_latency_dispatch(
         self,
         x: Tensor,
@@ -153,57 +150,40 @@ class LowLatencyCalls(LowLatencyArguments):
             >>> rows.shape, counts.tolist()
             (torch.Size([4, 8, 128]), [1, 2, 0, 1])
         """
-        engine = self.engine
-        if not self.low_latency_mode:
-            self._require_low_latency()
+        engine = self._low_latency_engine()
         max_tokens = num_max_dispatch_tokens_per_rank
         kinds = (use_fp8, round_scale, use_ue8m0, use_nvfp4, use_ue8m0_for_sf)
         stats, waits = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
-        tensors = x, topk_idx, stats, waits, topk_weights, x_global_scale
-        given = traits(*tensors, max_tokens, num_experts, *kinds, async_finish, return_recv_hook)
         try:
-            if given not in self._passed:
-                require_int("num_max_dispatch_tokens_per_rank", max_tokens, minimum=1)
-                num_local = self._num_local_experts(num_experts)
-                require_bools(_KINDS, kinds)
-                most = MAX_INT // (num_local * self.group_size)
-                if max_tokens > most:  # packed rows are counted in 32 bits
-                    allowed = f"≤ {most} with {num_experts} experts"
-                    require(False, "num_max_dispatch_tokens_per_rank", max_tokens, allowed)
-                self._check_dispatched(x, topk_idx, topk_weights, max_tokens, num_experts, row_format(*kinds))
-                self._check_global_scale(x_global_scale, use_nvfp4, x.device)
-                self._check_stats(waits, "dispatch_wait_recv_cost_stats", torch.int64, self.group_size, x.device)
-                self._check_stats(stats, "cumulative_local_expert_recv_stats", torch.int32, num_local, x.device)
-                self._check_return(async_finish, return_recv_hook)
-                if topk_idx.is_cuda:
-                    self._passed.add(given)  # no value has been looked at
+            require_int("num_max_dispatch_tokens_per_rank", max_tokens, minimum=1)
+            num_local = self._num_local_experts(num_experts)
+            require_bools(_KINDS, kinds)
+            most = MAX_INT // (num_local * self.group_size)
+            if max_tokens > most:  # packed rows are counted in 32 bits
+                require(False, "num_max_dispatch_tokens_per_rank", max_tokens, f"≤ {most} with {num_experts} experts")
+            fmt = row_format(*kinds)
+            self._check_dispatched(x, topk_idx, topk_weights, max_tokens, num_experts, fmt)
+            self._check_global_scale(x_global_scale, use_nvfp4, x.device)
+            self._check_stats(waits, "dispatch_wait_recv_cost_stats", torch.int64, self.group_size, x.device)
+            self._check_stats(stats, "cumulative_local_expert_recv_stats", torch.int32, num_local, x.device)
+            self._check_return(async_finish, return_recv_hook)
         except ConfigError as error:
             engine.refuse("low_latency_dispatch", error)
             raise
 
         with self._comm_stream.scope(None, async_finish):
             request = LowLatencyDispatchRequest(
-                packed(x),
-                packed(topk_idx),
-                max_tokens,
-                num_experts,
-                row_format(*kinds),
-                x_global_scale,
-                waits,
-                return_recv_hook,
+                packed(x), packed(topk_idx), max_tokens, num_experts, fmt, x_global_scale, waits, return_recv_hook
             )
             rows, counts, handle, finish = engine.low_latency_dispatch(request)
             if stats is not None:
                 finish = _then_add(finish, counts, stats)
             hook = None if finish is None else self._receive_or_return(finish, return_recv_hook)
-        event = self._comm_stream.finish(None, async_finish, (*tensors, *rows, handle.memory))
-        result = _as_returned(rows, use_nvfp4), counts, handle, event, hook
-        is_plain = not async_finish and request.data is x and request.topk_idx is topk_idx
-        if not is_plain or given not in self._passed:
-            return result
-        return first(result, repeat_low_latency_dispatch(engine.repeat_of_low_latency(request), request.fmt))
+        used = x, topk_idx, stats, waits, topk_weights, x_global_scale, *rows, handle.memory
+        event = self._comm_stream.finish(None, async_finish, used)
+        return _as_returned(rows, use_nvfp4), counts, handle, event, hook
 
-    @repeatable(reads={"handle": ("grid", "num_max_tokens_per_rank", "hidden", "num_experts")})
+    @plain_tensors
     def low_latency_combine(
         self,
         x: Tensor,
@@ -283,33 +263,18 @@ class LowLatencyCalls(LowLatencyArguments):
             >>> combined_x[:, 0].tolist()
             [3.0, 3.0]
         """
-        engine = self.engine
-        if not self.low_latency_mode:
-            self._require_low_latency()
+        engine = self._low_latency_engine()
+        waits, signals = combine_wait_recv_cost_stats, None
         try:
-            if type(handle) is not LowLatencyHandle or handle.grid is not self.grid:
-                self._check_low_latency_handle(handle)
-            if zero_copy is not False and require_bool("zero_copy", zero_copy):
-                written = self._written_for(handle)
-                if written is None:
-                    raise ConfigError(
-                        "zero_copy is True without a buffer; allowed: get_next_low_latency_combine_buffer(handle) first"
-                    )
-                x = written
-            waits = combine_wait_recv_cost_stats
-            sizes = handle.num_max_tokens_per_rank, handle.hidden, handle.num_experts
-            flags = use_logfmt, zero_copy, overlap, async_finish, return_recv_hook
-            given = traits(x, topk_idx, topk_weights, out, waits, *sizes, *flags)
-            if given not in self._passed:
-                require_bools(("use_logfmt", "overlap"), (use_logfmt, overlap))
-                if use_logfmt and handle.hidden % CHANNELS_PER_HEADER:
-                    require(False, "hidden", handle.hidden, f"with use_logfmt: multiples of {CHANNELS_PER_HEADER}")
-                self._check_combined(x, topk_idx, topk_weights, handle, out)
-                self._check_stats(waits, "combine_wait_recv_cost_stats", torch.int64, self.group_size, topk_idx.device)
-                self._check_return(async_finish, return_recv_hook)
-                if topk_idx.is_cuda:
-                    self._passed.add(given)  # no value has been looked at
-            signals = None
+            self._check_low_latency_handle(handle)
+            if require_bool("zero_copy", zero_copy):
+                x = self._written_for(handle)
+            require_bools(("use_logfmt", "overlap"), (use_logfmt, overlap))
+            if use_logfmt and handle.hidden % CHANNELS_PER_HEADER:
+                require(False, "hidden", handle.hidden, f"with use_logfmt: multiples of {CHANNELS_PER_HEADER}")
+            self._check_combined(x, topk_idx, topk_weights, handle, out)
+            self._check_stats(waits, "combine_wait_recv_cost_stats", torch.int64, self.group_size, topk_idx.device)
+            self._check_return(async_finish, return_recv_hook)
             if overlap:
                 require_tensor("x", x, dtypes=(torch.bfloat16,), shape=(None, None, None), contiguous=True)
                 if packed_recv_count is not None:
@@ -324,25 +289,12 @@ class LowLatencyCalls(LowLatencyArguments):
             out = torch.empty(topk_idx.shape[0], handle.hidden, dtype=torch.bfloat16, device=x.device)
         with self._comm_stream.scope(None, async_finish):
             request = LowLatencyCombineRequest(
-                packed(x),
-                packed(topk_idx),
-                packed(topk_weights),
-                out,
-                use_logfmt,
-                waits,
-                signals,
-                return_recv_hook,
+                packed(x), packed(topk_idx), packed(topk_weights), out, use_logfmt, waits, signals, return_recv_hook
             )
             finish = engine.low_latency_combine(request, handle)
             hook = None if finish is None else self._receive_or_return(finish, return_recv_hook)
-        tensors = (x, topk_idx, topk_weights, handle.memory, out, waits, signals and signals.raised)
-        event = self._comm_stream.finish(None, async_finish, tensors)
-        is_packed = request.data is x and request.topk_idx is topk_idx and request.topk_weights is topk_weights
-        result = out, event, hook
-        is_plain = is_packed and not overlap and not async_finish and handle.grid is self.grid
-        if not is_plain or given not in self._passed:
-            return result
-        return first(result, repeat_low_latency_combine(engine.repeat_of_low_latency_combine(request), bool(zero_copy)))
+        used = x, topk_idx, topk_weights, handle.memory, out, waits, signals and signals.raised
+        return out, self._comm_stream.finish(None, async_finish, used), hook
 
     @plain_tensors
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
@@ -474,28 +426,17 @@ class LowLatencyCalls(LowLatencyArguments):
                 if not engine.completes_lost_calls:
                     return
 
-    @plain_tensors
-    def _receive_late(self, finish: Hook, num_calls: int, num_cleanings: int) -> None:
-        """Receives for a hook.
+    def _written_for(self, handle: LowLatencyHandle) -> Tensor:
+        """What `get_next_low_latency_combine_buffer` has returned for a handle.
 
-        Args:
-            finish: receives; see `LowLatencyDispatched.finish`.
-            num_calls: of the hook.
-            num_cleanings: of the buffer when the hook's call sent.
+        Raises:
+            ConfigError: it was not called, or last for another handle.
         """
-        # Otherwise it would wait for what no rank sends, or take the place of a later call.
-        if num_calls > 1:
-            require(False, "calls of one receive hook", num_calls, "1")
-        since = self._num_cleanings - num_cleanings
-        if since > 0:
-            require(False, "calls of clean_low_latency_buffer since a hook's call", since, "0")
-        self._receive(finish)
-
-    def _written_for(self, handle: LowLatencyHandle) -> Tensor | None:
-        """What `get_next_low_latency_combine_buffer` has returned for a handle, if for this one last."""
-        return (
-            None if self._combine_buffer is None or self._combine_buffer[0] is not handle else self._combine_buffer[1]
-        )
+        if self._combine_buffer is None or self._combine_buffer[0] is not handle:
+            raise ConfigError(
+                "zero_copy is True without a buffer; allowed: get_next_low_latency_combine_buffer(handle) first"
+            )
+        return self._combine_buffer[1]
 
     def _finish(self, finish: Hook) -> None:
         """Runs what may find that a rank is lost."""
@@ -525,7 +466,7 @@ class LowLatencyCalls(LowLatencyArguments):
 
 
 class _ReceiveHook:
-    """The hook that receives. Repeated calls of the cuda engine have one in C++.
+    """The hook that receives.
 
     Args:
         calls: of the buffer whose call has sent.
@@ -538,9 +479,16 @@ class _ReceiveHook:
         self._calls, self._finish = calls, finish
         self._num_calls, self._num_cleanings = 0, calls._num_cleanings
 
+    @plain_tensors
     def __call__(self) -> None:
         self._num_calls += 1
-        self._calls._receive_late(self._finish, self._num_calls, self._num_cleanings)
+        # Otherwise it would wait for what no rank sends, or take the place of a later call.
+        if self._num_calls > 1:
+            require(False, "calls of one receive hook", self._num_calls, "1")
+        since = self._calls._num_cleanings - self._num_cleanings
+        if since > 0:
+            require(False, "calls of clean_low_latency_buffer since a hook's call", since, "0")
+        self._calls._receive(self._finish)
 
 
 def _as_returned(rows: tuple[Tensor, Tensor | None], use_nvfp4: bool) -> Tensor | tuple[Tensor, Tensor]:

@@ -4,34 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-from hybrid_ep.buffers.low_latency_arguments import nvfp4_as_returned
 from hybrid_ep.core.event import EventOverlap
 from hybrid_ep.core.repeatable import Repeat, Taken
 from hybrid_ep.engine.calls import (
-    LowLatencyCombinedFields,
-    LowLatencyFields,
     RepeatedCombine,
     RepeatedDispatch,
     RepeatedDispatchAlong,
-    RepeatedLowLatencyCombine,
-    RepeatedLowLatencyDispatch,
 )
-from hybrid_ep.quantize import Nvfp4Format, RowFormat
-
-if TYPE_CHECKING:
-    from hybrid_ep.buffers.low_latency import LowLatencyCalls
 
 __all__ = [
     "parts_of_repeat",
     "repeat_along",
     "repeat_combine",
     "repeat_dispatch",
-    "repeat_low_latency_combine",
-    "repeat_low_latency_dispatch",
     "up_to",
 ]
 
@@ -85,46 +74,3 @@ def repeat_combine(repeat: RepeatedCombine | None, bias: object, handle: Taken =
     if isinstance(bias, tuple):
         biases = (*[("bias", i) for i in range(len(bias))], None, None)[:2]
     return Repeat(repeat.call, ("x", "topk_weights", *biases, handle), (0, 1, EventOverlap))
-
-
-def repeat_low_latency_dispatch(call: RepeatedLowLatencyDispatch | None, fmt: RowFormat | None) -> Repeat | None:
-    if call is None:
-        return None
-    takes = (
-        "self",
-        "x",
-        "topk_idx",
-        "cumulative_local_expert_recv_stats",
-        "dispatch_wait_recv_cost_stats",
-        "x_global_scale",
-    )
-    if fmt is None:
-        return Repeat(call, takes, (0, 2, 3, EventOverlap, 4))
-    if isinstance(fmt, Nvfp4Format):
-        call = functools.partial(_permuted, call)
-    return Repeat(call, takes, ((0, 1), 2, 3, EventOverlap, 4))
-
-
-def _permuted(call: RepeatedLowLatencyDispatch, *arguments: Any) -> LowLatencyFields | None:
-    """A repeated dispatch of NVFP4 rows."""
-    made = call(*arguments)
-    if made is None:
-        return None
-    rows, scales, *others = made
-    assert scales is not None
-    return (*nvfp4_as_returned(rows, scales), *others)  # type: ignore[return-value]
-
-
-def repeat_low_latency_combine(call: RepeatedLowLatencyCombine | None, zero_copy: bool) -> Repeat | None:
-    if call is None:
-        return None
-    takes = "self", "x", "topk_idx", "topk_weights", "handle", "out", "combine_wait_recv_cost_stats"
-    return Repeat(functools.partial(_zero_copy, call) if zero_copy else call, takes, (0, EventOverlap, 1))
-
-
-def _zero_copy(
-    call: RepeatedLowLatencyCombine, calls: LowLatencyCalls, _: Tensor, *arguments: Any
-) -> LowLatencyCombinedFields | None:
-    """A repeated combine of what was written for the handle."""
-    written = calls._written_for(arguments[2])
-    return None if written is None else call(calls, written, *arguments)

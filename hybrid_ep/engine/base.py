@@ -50,8 +50,6 @@ from hybrid_ep.engine.calls import (
     RepeatedCombineDense,
     RepeatedDispatch,
     RepeatedDispatchAlong,
-    RepeatedLowLatencyCombine,
-    RepeatedLowLatencyDispatch,
     RepeatedPermuted,
     RepeatedPermutedAlong,
     RepeatedUnpermute,
@@ -365,14 +363,6 @@ class Engine(abc.ABC):
         Ranks masked by `set_masked` are neither sent to nor waited for.
         """
 
-    def repeat_of_low_latency(self, request: LowLatencyDispatchRequest) -> RepeatedLowLatencyDispatch | None:
-        """Local: what makes calls for other tensors of the same dtypes and shapes; None if there is nothing.
-
-        It takes the buffer (`LowLatencyCalls`), rows, top-k indices, statistics of rows and of waits, and the global
-        scale. It returns None if the call is to be made by `low_latency_dispatch`.
-        """
-        return None
-
     @abc.abstractmethod
     def low_latency_combine(
         self, request: LowLatencyCombineRequest, handle: LowLatencyHandle
@@ -382,14 +372,6 @@ class Engine(abc.ABC):
         Returns a function that waits for the rows, as `LowLatencyDispatched.finish`; `out` is complete once it has run.
         Rows of masked ranks count as zero.
         """
-
-    def repeat_of_low_latency_combine(self, request: LowLatencyCombineRequest) -> RepeatedLowLatencyCombine | None:
-        """Local: the same for a low-latency combine without signals.
-
-        It takes the buffer, rows, top-k indices, weights, the handle, the tensor to write to (None: a new one), and
-        statistics of waits.
-        """
-        return None
 
     @abc.abstractmethod
     def refuse(self, call: str, error: ConfigError) -> None:

@@ -31,10 +31,8 @@ __all__ = [
     "ExpertCopies",
     "ExpertSignals",
     "LowLatencyCombineRequest",
-    "LowLatencyCombinedFields",
     "LowLatencyDispatchRequest",
     "LowLatencyDispatched",
-    "LowLatencyFields",
     "LowLatencyHandle",
     "OfThisProcess",
     "PermuteHandle",
@@ -43,8 +41,6 @@ __all__ = [
     "RepeatedCombineDense",
     "RepeatedDispatch",
     "RepeatedDispatchAlong",
-    "RepeatedLowLatencyCombine",
-    "RepeatedLowLatencyDispatch",
     "ReplicaMapping",
     "Routing",
     "Rows",
@@ -581,16 +577,3 @@ class LowLatencyDispatched(NamedTuple):
     counts: Tensor
     handle: LowLatencyHandle
     finish: Callable[[], None] | None
-
-
-# What repeated low-latency calls return: rows, scales, counts, handle and hook; the result and the hook.
-LowLatencyFields = tuple[Tensor, "Tensor | None", Tensor, LowLatencyHandle, "Callable[[], None] | None"]
-LowLatencyCombinedFields = tuple[Tensor, "Callable[[], None] | None"]
-# See Engine.repeat_of_low_latency and Engine.repeat_of_low_latency_combine.
-RepeatedLowLatencyDispatch = Callable[
-    [Any, Tensor, Tensor, "Tensor | None", "Tensor | None", "Tensor | None"], "LowLatencyFields | None"
-]
-RepeatedLowLatencyCombine = Callable[
-    [Any, Tensor, Tensor, Tensor, LowLatencyHandle, "Tensor | None", "Tensor | None"],
-    "LowLatencyCombinedFields | None",
-]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
@@ -40,6 +41,7 @@ __all__ = [
     "check_too_many_rows",
     "check_unreceived",
     "check_values_that_are_not_finite",
+    "check_varying_sizes",
 ]
 
 FORMATS: dict[str, RowFormat | None] = {
@@ -455,6 +457,45 @@ def check_repeats(case: Case, device: str = "cpu") -> None:
         equal(stats, counts, "receive statistics")
         with pytest.raises(ConfigError, match="use_fp8 is 2"):
             buffer.low_latency_dispatch(mine, inputs.topk_idx, case.max_tokens, case.num_experts, stats, use_fp8=2)
+
+
+def check_varying_sizes(device: str = "cpu") -> None:
+    """Calls of one buffer whose numbers of tokens, hidden sizes, top-k, formats and M differ from one to the next."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    random = Random(0)  # the same at every rank
+    with make_buffer(Case("varying", num_ranks, 16), low_latency_mode=True) as buffer:
+        for i in range(20):
+            case = Case(
+                f"call {i}",
+                num_ranks,
+                tuple(random.randint(0, 16) for _ in range(num_ranks)),
+                hidden=random.choice([128, 384, 1024]),
+                topk=random.randint(1, 6),
+                num_experts=num_ranks * random.randint(6, 9),
+                seed=i,
+            )
+            most, format_name = case.max_tokens + random.randint(0, 3), random.choice(list(FORMATS))
+            fmt, hooked = FORMATS[format_name], random.random() < 0.4
+            inputs, copies = on(device, case.inputs(rank)), expert_copies(case, rank)
+            received, count, handle, _, hook = buffer.low_latency_dispatch(
+                inputs.x,
+                inputs.topk_idx,
+                most,
+                case.num_experts,
+                **arguments_of(fmt, device),
+                return_recv_hook=hooked,
+            )
+            if hook is not None:
+                hook()
+            equal(count, torch.tensor([len(rows) for rows in copies], dtype=torch.int32), f"counts of {case.id}")
+            check_packed(case, copies, [quantised(case.inputs(r).x, fmt) for r in range(num_ranks)], received, handle)
+            y = expert_output(case, rank, most * num_ranks).to(device)
+            combined, _, hook = buffer.low_latency_combine(
+                y, inputs.topk_idx, inputs.topk_weights, handle, return_recv_hook=hooked
+            )
+            if hook is not None:
+                hook()
+            equal(combined, expected_combine(case, rank, lambda _, hooked=hooked: hooked), f"sums of {case.id}")
 
 
 def check_mixed_hooks(case: Case, device: str = "cpu") -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hybrid_ep
+from hybrid_ep.buffers import base
 from hybrid_ep.engine.calls import (
     CachedDispatchRequest,
     CombineRequest,
@@ -284,9 +286,11 @@ def _compare_along_with_steps(
             equal(out_weights, want_weights.cpu(), "combined_topk_weights")
 
 
-def unread_values() -> AbstractContextManager[object]:
-    """Inside, buffers repeat calls, as with tensors on a GPU, whose values are not checked."""
-    return mock.patch.object(torch.Tensor, "is_cuda", True)
+@contextlib.contextmanager
+def unread_values() -> Iterator[None]:
+    """Inside, buffers repeat calls, and read no expert indices, as with tensors on a GPU."""
+    with mock.patch.object(torch.Tensor, "is_cuda", True), mock.patch.object(base, "require_expert_indices"):
+        yield
 
 
 def _bytes(part: Tensor | None, num_rows: int) -> bytes | None:

@@ -95,26 +95,17 @@ class LowLatencyEnd(End):
         packed = Memory(num_local * capacity * shape.hidden * self.value_bytes)
         scales = Memory(num_local * capacity * shape.hidden // _CHANNELS_PER_SCALE * 4)
         buffer_idx = seed % native.low_latency_buffers
-        self.region.send_tokens(
-            plan=plan,
+        call = native.LowLatencyDispatch(
             buffer_idx=buffer_idx,
             rows=rows.address,
             topk_idx=topk_idx.address,
             num_tokens=shape.num_tokens,
-            global_scale=_NO_ADDRESS,
-            counter=0,
+            received_rows=packed.address,
+            received_scales=_NO_ADDRESS if self.format_name == "NONE" else scales.address,
             results=results.address,
-            stream=0,
         )
-        self.region.receive_tokens(
-            plan=plan,
-            buffer_idx=buffer_idx,
-            rows=packed.address,
-            scales=_NO_ADDRESS if self.format_name == "NONE" else scales.address,
-            wait_stats=_NO_ADDRESS,
-            results=results.address,
-            stream=0,
-        )
+        for halves in (native.Halves.SEND, native.Halves.RECEIVE):
+            self.region.dispatch(plan, call, halves, stream=0)
         self.raise_fault()
         experts = Memory(2 * num_local * capacity * shape.hidden)
         for expert in range(num_local):
@@ -125,31 +116,18 @@ class LowLatencyEnd(End):
                 values = [value + rank * num_local + expert for value in _integers(shape, source, token, seed)]
                 begin = 2 * shape.hidden * (first + i)
                 experts.map[begin : begin + 2 * shape.hidden] = bf16(values)
-        self.region.return_rows(
-            plan=plan,
-            buffer_idx=buffer_idx,
-            rows=experts.address,
-            results=results.address,
-            topk_weights=weights.address,
-            num_tokens=shape.num_tokens,
-            use_logfmt=False,
-            min_tokens_to_sum=native.low_latency_no_sums,
-            wait_stats=_NO_ADDRESS,
-            stream=0,
-        )
         out = Memory(2 * shape.hidden * shape.num_tokens)
-        self.region.sum_rows(
-            plan=plan,
+        call = native.LowLatencyCombine(
             buffer_idx=buffer_idx,
             results=results.address,
             topk_idx=topk_idx.address,
             topk_weights=weights.address,
-            out=out.address,
             num_tokens=shape.num_tokens,
-            use_logfmt=False,
-            wait_stats=_NO_ADDRESS,
-            stream=0,
+            rows=experts.address,
+            out=out.address,
         )
+        for halves in (native.Halves.SEND, native.Halves.RECEIVE):
+            self.region.combine(plan, call, halves, stream=0)
         self.raise_fault()
         for token in range(shape.num_tokens):
             columns = [

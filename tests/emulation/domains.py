@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid_ep.engine.calls import NO_SUMS, Rows
+from hybrid_ep.engine.calls import Rows
 from hybrid_ep.engine.select import make_engine
 from hybrid_ep.errors import ConfigError, TimeoutError, TransportError
 from tests.battery import low_latency, signals
@@ -112,6 +112,8 @@ def check_other_shrink() -> None:
 
 def check_refused_launch() -> None:
     """A kernel with commands for the proxy is refused. A cleaning waits until all calls of the proxy have ended."""
+    from hybrid_ep import _cuda
+
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     case = Case("refused", num_ranks, 12, num_experts=4 * num_ranks)
     inputs = case.inputs(rank)
@@ -119,9 +121,9 @@ def check_refused_launch() -> None:
         sizes = case.max_tokens, case.num_experts
         *_, handle, _, _ = buffer.low_latency_dispatch(inputs.x, inputs.topk_idx, *sizes, use_fp8=False)
         region = buffer.engine._low_latency_kernels._regions[-1].native  # type: ignore[attr-defined]
-        missing_buffer = 2
+        call = _cuda.LowLatencyCombine(buffer_idx=2, results=0, topk_idx=0, topk_weights=0, num_tokens=0, rows=0, out=0)
         with pytest.raises(ValueError, match="buffer_idx"):
-            region.return_rows(handle.state.plan.native, missing_buffer, 0, 0, 0, 0, False, NO_SUMS, 0, 0)
+            region.combine(handle.state.plan, call, _cuda.Halves.SEND, 0)
         buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.num_experts)
         low_latency.check_low_latency(case, "bf16")
 

@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 from contextlib import AbstractContextManager
-from functools import lru_cache, partialmethod
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -34,11 +34,9 @@ def install(module_path: str) -> None:
         return
     _installed.append(module_path)
     native = _load("_cuda", module_path)
-    # The CPU has no index, and they want one.
-    make_pool, plan_type = native.SlotPool.__init__, native.LowLatencyPlan
+    # The CPU has no index, and it wants one.
+    make_pool = native.SlotPool.__init__
     native.SlotPool.__init__ = lambda pool, **options: make_pool(pool, **options | {"device": 0})
-    for make in ("counts", "tables"):
-        setattr(plan_type, make, partialmethod(_on_first_device, getattr(plan_type, make)))
     sys.modules["hybrid_ep._cuda"] = native
     hybrid_ep._cuda = kernels.native = native
 
@@ -83,10 +81,6 @@ def install(module_path: str) -> None:
 def local_kernels() -> AbstractContextManager[object]:
     """Inside, tensors of the CPU take the kernels that need no other rank, and not their torch form."""
     return mock.patch.multiple(kernels, run_on=lambda _: True, place_of=lambda _: {"device": 0, "stream": 0})
-
-
-def _on_first_device(plan: Any, make: Any, memory: Any, address: int, _: Any) -> Any:
-    return make(plan, memory, address, 0)
 
 
 def _beside(module_path: str) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -25,12 +26,12 @@ __all__ = [
     "check_allocations_let_others_send",
     "check_events",
     "check_faults",
-    "check_hooks_at_once",
     "check_hooks_between",
     "check_masks",
     "check_normal_calls",
     "check_refusal_after_a_barrier",
     "check_refused_launch",
+    "check_sizes_of_kernels",
     "check_transforms",
     "check_two_buffers",
     "on_stream",
@@ -82,11 +83,6 @@ class _Calls:
         engine: Any = self.buffer.engine
         return engine._low_latency_kernels if self.buffer.grid.num_domains > 1 else engine._low_latency
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the next call can be one call of C++."""
-        return bool(self.kernels._repeated.is_open)
-
 
 def check_refused_launch() -> None:
     """A launch that fails takes no buffer. Its rank calls again."""
@@ -97,7 +93,6 @@ def check_refused_launch() -> None:
         for _ in range(3):
             calls.check_step()
         for _ in range(2):
-            assert calls.is_open
             if calls.rank == 0:
                 with refuses, pytest.raises(RuntimeError, match="cudaLaunchKernelEx"):
                     calls.dispatch()
@@ -140,7 +135,6 @@ def check_refusal_after_a_barrier() -> None:
         calls = _Calls(_case("refusal"), buffer)
         for _ in range(3):
             calls.check_step()
-        assert calls.is_open
         refusal = hybrid_ep.TransportError("the others go on", calls.rank, None, "without this rank")
         with mock.patch.object(calls.kernels._losses, "report", return_value=refusal):
             buffer.engine.leave_out((calls.rank + 1) % calls.case.num_ranks)  # as a barrier does that fails
@@ -165,35 +159,8 @@ def check_transforms() -> None:
         equal(dispatch(inputs.x), rows, "after a refusal")
 
 
-def check_hooks_at_once() -> None:
-    """A hook receives at once. It receives in steps where the path was closed since the send, or opened anew."""
-    case = _case("hooks")
-    with unread_values(), make_buffer(case, low_latency_mode=True) as buffer:
-        calls = _Calls(case, buffer)
-        for _ in range(2):
-            calls.check_hooked_step()
-        in_steps = mock.Mock(wraps=calls.kernels.receive_in_steps)
-        calls.kernels.receive_in_steps = in_steps
-        for _ in range(3):
-            calls.check_hooked_step()
-        in_steps.assert_not_called()
-        for reopens in (False, True):
-            received, _, handle, _, receive = calls.dispatch(return_recv_hook=True)
-            calls.kernels._repeated.close()
-            if reopens:
-                other = calls.dispatch()
-                assert calls.is_open
-            receive()
-            calls.check(received, handle, calls.combine(handle)[0])
-            assert in_steps.call_count == 1 + reopens
-        calls.check(other[0], other[2], calls.combine(other[2])[0])
-        for _ in range(2):
-            calls.check_hooked_step()
-        assert in_steps.call_count == 2
-
-
 def check_faults() -> None:
-    """A kernel of a repeated call, or of a send, reports an expert that does not exist.
+    """A kernel of a call, or of a send, reports an expert that does not exist.
 
     The call raises it, or the hook, and the rank goes on.
     """
@@ -206,56 +173,44 @@ def check_faults() -> None:
             check_step = calls.check_hooked_step if hooked else calls.check_step
             check_step()
             check_step()
-            assert calls.is_open
             receive = calls.dispatch(wrong, return_recv_hook=True)[-1] if hooked else lambda: calls.dispatch(wrong)
             with pytest.raises(ConfigError, match=f"of rank {calls.rank} has {case.num_experts}; allowed"):
                 receive()
-            assert not calls.is_open
 
 
 def check_masks() -> None:
-    """With masks allowed, calls are one call of C++, too. They are not while the device lacks masks of the host."""
+    """Rows of a rank that is masked are left out. A mask that a capture could not upload, the next call uploads."""
     from hybrid_ep.engine.cuda import low_latency_masks
 
     case = _case("masks")
     last = case.num_ranks - 1
     with unread_values(), make_buffer(case, low_latency_mode=True, enable_shrink=True) as buffer:
         calls = _Calls(case, buffer)
+
+        def num_rows_from(ranks: Iterable[int]) -> int:
+            num_local = case.num_experts // case.num_ranks
+            return sum(int((case.inputs(r).topk_idx // num_local == calls.rank).sum()) for r in ranks)
+
         for _ in range(2):
             calls.check_step()
             calls.check_hooked_step()
-        kernels = calls.kernels
-        names = "dispatch_in_steps", "receive_in_steps", "combine"
-        with contextlib.ExitStack() as stack:
-            for name in names:
-                spy = mock.Mock(side_effect=AssertionError(f"{name} was called"))
-                stack.enter_context(mock.patch.object(kernels, name, spy))
-            calls.check_step()
-            calls.check_hooked_step()
-            dist.barrier()
-            if calls.rank != last:
-                buffer.low_latency_update_mask_buffer(last, True)
-                _, counts, handle, _, _ = calls.dispatch()
-                calls.combine(handle)
-                mine = [r for r in range(case.num_ranks) if r != last]
-                wanted = sum(
-                    int((case.inputs(r).topk_idx // (case.num_experts // case.num_ranks) == calls.rank).sum())
-                    for r in mine
-                )
-                assert int(counts.sum()) == wanted, "rows of the masked rank are left out"
+        dist.barrier()
+        if calls.rank != last:
+            buffer.low_latency_update_mask_buffer(last, True)
+            _, counts, handle, _, _ = calls.dispatch()
+            calls.combine(handle)
+            assert int(counts.sum()) == num_rows_from(range(last)), "rows of the masked rank are left out"
         buffer.low_latency_clean_mask_buffer()
         buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.num_experts)
         calls.check_step()
-        assert calls.is_open
         other = (calls.rank + 1) % case.num_ranks
         with mock.patch.object(low_latency_masks, "is_capturing", return_value=True):
             buffer.low_latency_update_mask_buffer(other, True)
-        assert not calls.is_open
+        assert int(calls.dispatch()[1].sum()) == num_rows_from([calls.rank])
         buffer.low_latency_clean_mask_buffer()
         dist.barrier()  # or a rank could forget what another one has sent since
         for _ in range(2):
             calls.check_step()
-        assert calls.is_open
 
 
 @contextlib.contextmanager
@@ -273,6 +228,26 @@ def _num_done(what: str) -> int:
     return int(ctypes.CDLL(str(_cuda.__file__))[f"emulated_num_{what}"]())
 
 
+def check_sizes_of_kernels() -> None:
+    """What the kernels do not take is refused at all ranks, whatever the memory covers, and the buffer goes on."""
+    case = _case("sizes")
+    with unread_values(), make_buffer(case, low_latency_mode=True) as buffer:
+        calls = _Calls(case, buffer)
+        x, topk_idx, experts = calls.inputs.x, calls.inputs.topk_idx, case.num_experts
+        calls.check_step()
+        for sizes, told in (
+            (
+                (x[:, :100], topk_idx, 1, experts),
+                r"row of 100 × torch.bfloat16 has 200 bytes.*; allowed: .* 16 up to",
+            ),
+            ((x, topk_idx, 65536, experts), r"per_rank is 65536.*; allowed with the cuda engine: ≤ 65535$"),
+            ((x, topk_idx, 12, 2050), r"num_experts is 2050.*; allowed with the cuda engine: ≤ 2048$"),
+        ):
+            with pytest.raises(ConfigError, match=told):
+                buffer.low_latency_dispatch(sizes[0][: sizes[2]], topk_idx[: sizes[2]], *sizes[2:], use_fp8=False)
+            calls.check_step()
+
+
 def check_events() -> None:
     """Each call records the event that a launch on another stream waits for, once there is one. Others wait for it."""
     case = _case("events")
@@ -286,7 +261,6 @@ def check_events() -> None:
             begun = _num_done("records"), _num_done("waits")
             with on_stream(stream):
                 calls.check_step()
-                assert calls.is_open
                 calls.check_step()
             more = 1 if stream == 1 else 0  # no event followed the launches before
             assert (_num_done("records") - begun[0], _num_done("waits") - begun[1]) == (4 + more, 1)
@@ -301,16 +275,21 @@ def _calls_with(meanwhile: Callable[[], None], case: Case) -> Iterator[_Calls]:
     """Calls of a buffer. Whenever torch makes a tensor, `meanwhile` runs first, as another thread could."""
     from hybrid_ep import _cuda
 
-    empty = torch.empty_strided
+    def patched(name: str) -> Any:
+        empty = getattr(torch, name)
 
-    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
-        meanwhile()
-        return empty(*args, **kwargs)
+        def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+            meanwhile()
+            made: torch.Tensor = empty(*args, **kwargs)
+            return made
+
+        return mock.patch.object(torch, name, make)
 
     with (
         unread_values(),
-        mock.patch.object(torch, "empty_strided", make),
-        mock.patch.object(_cuda, "NewTensor", functools.partial(_cuda.NewTensor, by_python=True)),
+        patched("empty_strided"),
+        patched("empty"),
+        mock.patch.object(_cuda, "LowLatencyCalls", functools.partial(_cuda.LowLatencyCalls, by_python=True)),
         make_buffer(case, low_latency_mode=True) as buffer,
     ):
         yield _Calls(case, buffer)
@@ -342,8 +321,8 @@ def check_allocations_let_others_call() -> None:
             )
             found.add(handle.state.results)
         assert len(found) == 79
-        _, free = calls.kernels._results.take(1, results[0][2].state.stream, alone=False)
-        assert free > max(found)
+        num_bytes = 4 * results[0][2].state.plan.num_ints
+        assert all(after - before >= num_bytes for before, after in itertools.pairwise(sorted(found)))
 
 
 def check_allocations_let_others_send() -> None:
@@ -358,7 +337,6 @@ def check_allocations_let_others_send() -> None:
         for _ in range(3):
             calls.check_step()
             calls.check_hooked_step()
-            assert calls.is_open
             sent: list[tuple[Any, ...]] = []
 
             def send(to: list[tuple[Any, ...]] = sent) -> None:
@@ -376,7 +354,6 @@ def check_allocations_let_others_send() -> None:
             def send_sums(to: list[tuple[Any, ...]] = sums, handle: Any = handle) -> None:
                 to.append(calls.combine(handle, return_recv_hook=True))
 
-            assert calls.is_open
             take += [send_sums, send_sums]
             with pytest.raises(ConfigError, match="calls whose hook has not been called are 3"):
                 calls.combine(handle)

@@ -148,6 +148,10 @@ def test_repeated_calls(run_emulated: RunEmulated) -> None:
         run_emulated(3, UNREAD, f"battery.{check}", _REPEATED, *args)
 
 
+def test_low_latency_calls_of_varying_sizes(run_emulated: RunEmulated) -> None:
+    run_emulated(3, UNREAD, "battery.low_latency.check_varying_sizes")
+
+
 def test_repeated_calls_of_hybrid_ep(run_emulated: RunEmulated) -> None:
     case = Case("repeated", 3, (11, 0, 14), num_experts=12, routing="duplicates")
     run_emulated(3, UNREAD, "battery.hybrid.check_again", case)
@@ -212,13 +216,8 @@ def test_low_latency_misuse_and_delay(run_emulated: RunEmulated, check: str) -> 
     run_emulated(2, f"battery.{check}")
 
 
-def test_low_latency_calls_begin_once(run_emulated: RunEmulated) -> None:
-    run_emulated(2, "multi_gpu.low_latency.check_begun_once")
-
-
-@pytest.mark.parametrize("check", ["check_other_number_of_tokens", "check_refused_launch"])
-def test_low_latency_calls_that_are_refused(run_emulated: RunEmulated, check: str) -> None:
-    run_emulated(2, f"multi_gpu.low_latency.{check}")
+def test_low_latency_calls_that_are_refused(run_emulated: RunEmulated) -> None:
+    run_emulated(2, "multi_gpu.low_latency.check_other_number_of_tokens")
 
 
 @pytest.mark.parametrize(("fp8", "hooked"), [(True, False), (False, True)])

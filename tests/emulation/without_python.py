@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import hybrid_ep
 from hybrid_ep import ConfigError, quantize
-from tests.battery import low_latency, normal
+from tests.battery import normal
 from tests.battery.cases import Case
 from tests.battery.normal import equal, make_buffer, unread_values
 from tests.emulation.engine import local_kernels
@@ -130,46 +130,3 @@ def check_no_python() -> None:
         assert entered.count("combine") == 1
         with pytest.raises(TypeError, match="unexpected keyword"):
             buffer.combine(x, bounded, weight=None)  # type: ignore[call-overload]
-
-    with unread_values(), make_buffer(case, low_latency_mode=True) as buffer:
-        stats = torch.zeros(per_expert.shape[0] // case.num_ranks, dtype=torch.int32)
-        y = low_latency.expert_output(case, rank, 12 * case.num_ranks)
-        combine_wanted = low_latency.expected_combine(case, rank, lambda _: False)
-        num_calls = 0
-        for options, needs in (
-            ({}, []),
-            ({"use_fp8": False, "cumulative_local_expert_recv_stats": stats}, []),
-            ({"use_nvfp4": True, "x_global_scale": torch.tensor([2.0])}, ["_permuted", "nvfp4_as_returned"]),
-        ):
-            for hooked in False, True:
-
-                def send(hooked: bool = hooked, options: Any = options) -> tuple[Any, ...]:
-                    nonlocal num_calls
-                    num_calls += "cumulative_local_expert_recv_stats" in options
-                    made = buffer.low_latency_dispatch(
-                        inputs.x, inputs.topk_idx, 12, case.num_experts, return_recv_hook=hooked, **options
-                    )
-                    if hooked:
-                        made[4]()
-                    return made[:4] if hooked else made
-
-                handle = _again(send, needs)[2]
-
-                def combine_rows(hooked: bool = hooked, handle: Any = handle, **given: Any) -> tuple[Any, ...]:
-                    made = buffer.low_latency_combine(
-                        y, inputs.topk_idx, inputs.topk_weights, handle, return_recv_hook=hooked, **given
-                    )
-                    if hooked:
-                        made[2]()
-                    return made[:2]
-
-                combined = _again(combine_rows)[0]
-                if not hooked:
-                    equal(combined, combine_wanted, "combined_x")
-                out = torch.empty_like(combined)
-                assert _again(functools.partial(combine_rows, out=out))[0] is out
-                buffer.get_next_low_latency_combine_buffer(handle).copy_(y)
-                zero_copy = functools.partial(combine_rows, zero_copy=True)
-                equal(_again(zero_copy, ["_zero_copy", "_written_for"])[0], combined, "without a copy")
-        arrived = low_latency.expert_copies(case, rank)
-        assert stats.tolist() == [num_calls * len(copies) for copies in arrived]

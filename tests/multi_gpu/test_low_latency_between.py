@@ -83,7 +83,6 @@ def test_cleaned_buffers_forget(run_ranks: RunRanks) -> None:
         ("multi_gpu.low_latency.check_bad_expert", ()),
         ("multi_gpu.low_latency.check_error_in_a_capture", ()),
         ("multi_gpu.low_latency.check_other_number_of_tokens", ()),
-        ("multi_gpu.low_latency.check_refused_launch", ()),
         ("multi_gpu.low_latency.check_replays", (NUM_REPLAYS,)),
         ("battery.low_latency_masks.check_late_rank_comes_back", (4.0, "cuda")),
         ("multi_gpu.low_latency_losses.check_given_up_on_the_device", (4.0,)),

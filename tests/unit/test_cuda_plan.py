@@ -138,14 +138,6 @@ def test_the_size_hint_of_low_latency_calls_suffices(
         assert plan.capacity.region_bytes <= hint
 
 
-def test_the_most_tokens_of_a_low_latency_call() -> None:
-    from hybrid_ep.engine.cuda.plan import plan_low_latency
-
-    assert plan_low_latency(2, 8, 4, 128, 65535, None).packed.rows == (4, 131070, 128)
-    with pytest.raises(ConfigError, match=r"per_rank is 65536; allowed .*: ≤ 65535"):
-        plan_low_latency(2, 8, 4, 128, 65536, None)
-
-
 def test_low_latency_kernels_send_weights_where_ranks_may_sum() -> None:
     from hybrid_ep import _cuda
 

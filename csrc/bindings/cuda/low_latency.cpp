@@ -1,11 +1,10 @@
-// The low-latency calls: each half is one method, and each call as a whole.
+// The memory of low-latency calls and their plans. low_latency_calls.cpp has the calls.
 #include "bindings/cuda/low_latency.h"
 
 #include <algorithm>
 #include <map>
 #include <string>
 
-#include "bindings/cuda/address.h"
 #include "bindings/cuda/bindings.h"
 #include "bindings/cuda/tensors.h"
 #include "runtime/low_latency_between.h"
@@ -19,14 +18,6 @@ namespace {
 py::object result(const py::object& memory, uintptr_t address, int device, int64_t begin, std::vector<int64_t> sizes,
                   uint8_t bits) {
   return make_tensor(address + begin * sizeof(int32_t), std::move(sizes), {kInt, bits}, device, [memory] {});
-}
-
-// src_info and layout_range.
-py::tuple make_tables(const LowLatencyPlan& plan, const py::object& memory, uintptr_t address, int device) {
-  const int64_t num_local = plan.shape.num_experts / plan.num_ranks;
-  const int64_t num_sources = static_cast<int64_t>(plan.num_ranks) * plan.shape.max_tokens;
-  return py::make_tuple(result(memory, address, device, plan.results.src_info, {num_local, num_sources}, 32),
-                        result(memory, address, device, plan.results.layout_range, {num_local, plan.num_ranks}, 64));
 }
 
 // Bytes of the chunks of a plan's calls to a peer: of dispatch and of combine.
@@ -53,11 +44,54 @@ void add_between_domains(py::module_& module) {
            py::arg("kernels") = py::none(), py::keep_alive<1, 2>(), py::keep_alive<1, 9>());
 }
 
+// What tests launch that have no torch: calls of addresses.
+void add_launches(py::module_& module) {
+  py::enum_<Halves>(module, "Halves").value("SEND", Halves::kSend).value("RECEIVE", Halves::kReceive);
+  py::class_<LowLatencyDispatch>(module, "LowLatencyDispatch")
+      .def(py::init([](int buffer_idx, uintptr_t rows, uintptr_t topk_idx, int num_tokens, uintptr_t received_rows,
+                       uintptr_t received_scales, uintptr_t results) {
+             LowLatencyDispatch call{};
+             call.buffer_idx = buffer_idx;
+             call.rows = pointer<uint8_t>(rows);
+             call.topk_idx = pointer<int64_t>(topk_idx);
+             call.num_tokens = num_tokens;
+             call.received_rows = pointer<uint8_t>(received_rows);
+             call.received_scales = pointer<uint32_t>(received_scales);
+             call.results = pointer<int32_t>(results);
+             return call;
+           }),
+           py::kw_only(), py::arg("buffer_idx"), py::arg("rows"), py::arg("topk_idx"), py::arg("num_tokens"),
+           py::arg("received_rows"), py::arg("received_scales"), py::arg("results"));
+  py::class_<LowLatencyCombine>(module, "LowLatencyCombine")
+      .def(py::init([](int buffer_idx, uintptr_t results, uintptr_t topk_idx, uintptr_t topk_weights, int num_tokens,
+                       uintptr_t rows, uintptr_t out) {
+             LowLatencyCombine call{};
+             call.buffer_idx = buffer_idx;
+             call.results = pointer<int32_t>(results);
+             call.topk_idx = pointer<int64_t>(topk_idx);
+             call.topk_weights = pointer<float>(topk_weights);
+             call.num_tokens = num_tokens;
+             call.rows = pointer<uint8_t>(rows);
+             call.min_tokens_to_sum = kNoSums;
+             call.out = pointer<uint8_t>(out);
+             return call;
+           }),
+           py::kw_only(), py::arg("buffer_idx"), py::arg("results"), py::arg("topk_idx"), py::arg("topk_weights"),
+           py::arg("num_tokens"), py::arg("rows"), py::arg("out"));
+}
+
 }  // namespace
 
 py::object make_counts(const LowLatencyPlan& plan, const py::object& memory, uintptr_t address, int device) {
   const int64_t num_local = plan.shape.num_experts / plan.num_ranks;
   return result(memory, address, device, plan.results.counts, {num_local}, 32);
+}
+
+py::tuple make_tables(const LowLatencyPlan& plan, const py::object& memory, uintptr_t address, int device) {
+  const int64_t num_local = plan.shape.num_experts / plan.num_ranks;
+  const int64_t num_sources = static_cast<int64_t>(plan.num_ranks) * plan.shape.max_tokens;
+  return py::make_tuple(result(memory, address, device, plan.results.src_info, {num_local, num_sources}, 32),
+                        result(memory, address, device, plan.results.layout_range, {num_local, plan.num_ranks}, 64));
 }
 
 void add_low_latency(py::module_& module) {
@@ -122,9 +156,7 @@ void add_low_latency(py::module_& module) {
                                return py::make_tuple(plan.results.num_too_many, static_cast<int32_t>(value));
                              })
       .def("compared", &LowLatencyPlan::compared)
-      .def("peer_chunk_bytes", &peer_chunk_bytes, py::arg("group_size"))
-      .def("counts", &make_counts, py::arg("memory"), py::arg("address"), py::arg("device"))
-      .def("tables", &make_tables, py::arg("memory"), py::arg("address"), py::arg("device"));
+      .def("peer_chunk_bytes", &peer_chunk_bytes, py::arg("group_size"));
   py::class_<LowLatencyRegion>(module, "LowLatencyRegion")
       .def(py::init<const Communicator&, const std::vector<uintptr_t>&, const LowLatencyCapacity&, bool>(),
            py::kw_only(), py::arg("communicator"), py::arg("memory"), py::arg("capacity"), py::arg("takes_masks"),
@@ -132,84 +164,16 @@ void add_low_latency(py::module_& module) {
       .def("covers", &LowLatencyRegion::covers, py::arg("plan"))
       .def_property_readonly("was_captured", &LowLatencyRegion::was_captured)
       .def(
-          "is_capturing",
-          [](const LowLatencyRegion& self, uintptr_t stream) { return self.is_capturing(stream_of(stream)); },
-          py::arg("stream"))
+          "dispatch",
+          [](LowLatencyRegion& self, const LowLatencyPlan& plan, const LowLatencyDispatch& call, Halves halves,
+             uintptr_t stream) { self.dispatch(plan, call, halves, stream_of(stream)); },
+          py::arg("plan"), py::arg("call"), py::arg("halves"), py::arg("stream"))
       .def(
-          "send_tokens",
-          [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, Address rows, Address topk_idx,
-             int num_tokens, Address global_scale, uint32_t counter, Address results, uintptr_t stream) {
-            self.send_tokens(plan, buffer_idx, tokens_out(rows, topk_idx, num_tokens, global_scale, counter),
-                             pointer<int32_t>(results), stream_of(stream));
-          },
-          py::arg("plan"), py::arg("buffer_idx"), py::arg("rows"), py::arg("topk_idx"), py::arg("num_tokens"),
-          py::arg("global_scale"), py::arg("counter"), py::arg("results"), py::arg("stream"))
-      .def(
-          "receive_tokens",
-          [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, Address rows, Address scales,
-             Address wait_stats, Address results, uintptr_t stream) {
-            self.receive_tokens(plan, buffer_idx, tokens_in(rows, scales, wait_stats), pointer<int32_t>(results),
-                                stream_of(stream));
-          },
-          py::arg("plan"), py::arg("buffer_idx"), py::arg("rows"), py::arg("scales"), py::arg("wait_stats"),
-          py::arg("results"), py::arg("stream"))
-      .def(
-          "dispatch_tokens",
-          [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, Address rows, Address topk_idx,
-             int num_tokens, Address global_scale, uint32_t counter, Address received_rows, Address received_scales,
-             Address wait_stats, Address results, uintptr_t stream) {
-            self.dispatch_tokens(plan, buffer_idx, tokens_out(rows, topk_idx, num_tokens, global_scale, counter),
-                                 tokens_in(received_rows, received_scales, wait_stats), pointer<int32_t>(results),
-                                 stream_of(stream));
-          },
-          py::arg("plan"), py::arg("buffer_idx"), py::arg("rows"), py::arg("topk_idx"), py::arg("num_tokens"),
-          py::arg("global_scale"), py::arg("counter"), py::arg("received_rows"), py::arg("received_scales"),
-          py::arg("wait_stats"), py::arg("results"), py::arg("stream"))
-      .def(
-          "return_rows",
-          [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, Address rows, Address results,
-             Address topk_weights, int num_tokens, bool use_logfmt, int min_tokens_to_sum, Address wait_stats,
-             uintptr_t stream) {
-            self.return_rows(plan, buffer_idx, rows_home(rows, results, topk_weights, num_tokens, use_logfmt),
-                             min_tokens_to_sum, pointer<int64_t>(wait_stats), stream_of(stream));
-          },
-          py::arg("plan"), py::arg("buffer_idx"), py::arg("rows"), py::arg("results"), py::arg("topk_weights"),
-          py::arg("num_tokens"), py::arg("use_logfmt"), py::arg("min_tokens_to_sum"), py::arg("wait_stats"),
-          py::arg("stream"))
-      .def(
-          "return_signalled_rows",
-          [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, Address rows, Address results,
-             Address topk_weights, int num_tokens, bool use_logfmt, Address signals, uint32_t expected,
-             int num_per_expert, int rows_per_signal, int num_sms, uintptr_t stream) {
-            const ExpertSignals experts{pointer<uint32_t>(signals), expected, num_per_expert, rows_per_signal};
-            self.return_signalled_rows(plan, buffer_idx, rows_home(rows, results, topk_weights, num_tokens, use_logfmt),
-                                       experts, num_sms, stream_of(stream));
-          },
-          py::arg("plan"), py::arg("buffer_idx"), py::arg("rows"), py::arg("results"), py::arg("topk_weights"),
-          py::arg("num_tokens"), py::arg("use_logfmt"), py::arg("signals"), py::arg("expected"),
-          py::arg("num_per_expert"), py::arg("rows_per_signal"), py::arg("num_sms"), py::arg("stream"))
-      .def(
-          "sum_rows",
-          [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, Address results, Address topk_idx,
-             Address topk_weights, Address out, int num_tokens, bool use_logfmt, Address wait_stats, uintptr_t stream) {
-            self.sum_rows(plan, buffer_idx, rows_to_sum(results, topk_idx, topk_weights, out, num_tokens, use_logfmt),
-                          pointer<int64_t>(wait_stats), stream_of(stream));
-          },
-          py::arg("plan"), py::arg("buffer_idx"), py::arg("results"), py::arg("topk_idx"), py::arg("topk_weights"),
-          py::arg("out"), py::arg("num_tokens"), py::arg("use_logfmt"), py::arg("wait_stats"), py::arg("stream"))
-      .def(
-          "combine_rows",
-          [](LowLatencyRegion& self, const LowLatencyPlan& plan, int buffer_idx, Address rows, Address results,
-             Address topk_idx, Address topk_weights, Address out, int num_tokens, bool use_logfmt,
-             int min_tokens_to_sum, Address wait_stats, uintptr_t stream) {
-            self.combine_rows(plan, buffer_idx, rows_home(rows, results, topk_weights, num_tokens, use_logfmt),
-                              min_tokens_to_sum,
-                              rows_to_sum(results, topk_idx, topk_weights, out, num_tokens, use_logfmt),
-                              pointer<int64_t>(wait_stats), stream_of(stream));
-          },
-          py::arg("plan"), py::arg("buffer_idx"), py::arg("rows"), py::arg("results"), py::arg("topk_idx"),
-          py::arg("topk_weights"), py::arg("out"), py::arg("num_tokens"), py::arg("use_logfmt"),
-          py::arg("min_tokens_to_sum"), py::arg("wait_stats"), py::arg("stream"));
+          "combine",
+          [](LowLatencyRegion& self, const LowLatencyPlan& plan, const LowLatencyCombine& call, Halves halves,
+             uintptr_t stream) { self.combine(plan, call, halves, stream_of(stream)); },
+          py::arg("plan"), py::arg("call"), py::arg("halves"), py::arg("stream"));
+  add_launches(module);
   add_between_domains(module);
   add_low_latency_calls(module);
 }

@@ -1,18 +1,23 @@
 // `hybrid_ep._cuda`: the kernels for NVLink domains and what launches them.
 #include "bindings/bindings.h"
 #include "bindings/cuda/bindings.h"
+#include "common/check.h"
 #include "common/cuda_check.h"
 #include "layout/control_block.h"
 
 PYBIND11_MODULE(_cuda, module) {
   namespace py = pybind11;
   py::register_exception_translator([](std::exception_ptr thrown) {
+    // The class is imported only here, so that the module can be imported without the package, which needs torch.
+    const auto raise = [](const char* type, const std::exception& error) {
+      PyErr_SetString(py::module_::import("hybrid_ep.errors").attr(type).ptr(), error.what());
+    };
     try {
       std::rethrow_exception(thrown);
     } catch (const hybrid_ep::CudaError& error) {
-      // Imported only here, so that the module can be imported without the package, which needs torch.
-      const py::object type = py::module_::import("hybrid_ep.errors").attr("CudaError");
-      PyErr_SetString(type.ptr(), error.what());
+      raise("CudaError", error);
+    } catch (const hybrid_ep::ConfigError& error) {
+      raise("ConfigError", error);
     }
   });
   module.attr("version") = HYBRID_EP_VERSION;

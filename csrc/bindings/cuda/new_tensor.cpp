@@ -4,6 +4,7 @@
 #include <pybind11/gil_safe_call_once.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -48,6 +49,20 @@ std::optional<int32_t> number_of(const std::string& function) {
   return number();
 }
 
+constexpr std::array kDtypes{"bfloat16", "float8_e4m3fn", "float32", "int8", "uint8", "int32"};  // by Dtype
+
+// torch's number of a dtype; −1: torch does not know it.
+int32_t number_of(Dtype dtype) {
+  static const auto numbers = [] {
+    std::array<int32_t, kDtypes.size()> found{};
+    for (size_t i = 0; i < found.size(); ++i) {
+      found[i] = number_of(std::string("aoti_torch_dtype_") + kDtypes[i]).value_or(-1);
+    }
+    return found;
+  }();
+  return numbers[static_cast<size_t>(dtype)];
+}
+
 }  // namespace
 
 const TorchInterface* torch_interface() {
@@ -75,6 +90,30 @@ py::object OwnedTensor::part(int64_t offset, int64_t size) const {
     throw std::runtime_error("aoti_torch__reinterpret_tensor failed");
   }
   return OwnedTensor(view).as_python();
+}
+
+TensorDevice::TensorDevice(py::object device, bool by_python) : device_(std::move(device)) {
+  if (by_python || torch_interface() == nullptr) return;
+  type_ = number_of("aoti_torch_device_type_" + device_.attr("type").cast<std::string>()).value_or(-1);
+  index_ = device_.attr("index").cast<std::optional<int>>().value_or(-1);
+}
+
+py::object new_tensor(const std::vector<int64_t>& shape, const std::vector<int64_t>& strides, Dtype dtype,
+                      const TensorDevice& device, uintptr_t* address) {
+  TorchInterface::Handle handle = nullptr;
+  if (device.type_ >= 0 && number_of(dtype) >= 0 &&
+      torch_interface()->empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides.data(),
+                                       number_of(dtype), device.type_, device.index_, &handle) == 0) {
+    const OwnedTensor owned(handle);
+    *address = owned.address();
+    return owned.as_python();
+  }
+  // Raises what torch raises, if there is no memory.
+  const py::object tensor = py::module_::import("torch").attr("empty_strided")(
+      shape, strides, py::arg("dtype") = dtype_of(kDtypes[static_cast<size_t>(dtype)]),
+      py::arg("device") = device.device_);
+  *address = address_of(tensor);
+  return tensor;
 }
 
 NewTensor::NewTensor(std::vector<int64_t> shape, std::vector<int64_t> strides, const py::object& dtype,

@@ -47,6 +47,27 @@ class OwnedTensor {
 // torch's dtype of this name.
 inline pybind11::object dtype_of(const char* name) { return pybind11::module_::import("torch").attr(name); }
 
+// The dtypes of results.
+enum class Dtype { kBfloat16, kFloat8, kFloat32, kInt8, kUint8, kInt32 };
+
+// Where tensors are made.
+class TensorDevice {
+ public:
+  // `by_python`: as where torch lacks the interface; for tests.
+  explicit TensorDevice(pybind11::object device, bool by_python = false);
+
+  friend pybind11::object new_tensor(const std::vector<int64_t>& shape, const std::vector<int64_t>& strides,
+                                     Dtype dtype, const TensorDevice& device, uintptr_t* address);
+
+ private:
+  pybind11::object device_;
+  int32_t type_ = -1, index_ = -1;  // as torch's interface numbers them; a type of −1: by Python
+};
+
+// As torch.empty_strided. Writes the address, too.
+pybind11::object new_tensor(const std::vector<int64_t>& shape, const std::vector<int64_t>& strides, Dtype dtype,
+                            const TensorDevice& device, uintptr_t* address);
+
 // Makes tensors of one shape, dtype and device.
 class NewTensor {
  public:

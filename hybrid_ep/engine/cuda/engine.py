@@ -40,8 +40,6 @@ from hybrid_ep.engine.calls import (
     Permuted,
     PermuteHandle,
     RepeatedCombineDense,
-    RepeatedLowLatencyCombine,
-    RepeatedLowLatencyDispatch,
     RepeatedPermuted,
     RepeatedPermutedAlong,
     RepeatedUnpermute,
@@ -249,12 +247,6 @@ class CudaEngine(Engine):
     @one_at_a_time
     def low_latency_dispatch(self, request: LowLatencyDispatchRequest) -> LowLatencyDispatched:
         return self._low_latency.dispatch(request)
-
-    def repeat_of_low_latency(self, request: LowLatencyDispatchRequest) -> RepeatedLowLatencyDispatch | None:
-        return self._low_latency.repeat_of(request)
-
-    def repeat_of_low_latency_combine(self, request: LowLatencyCombineRequest) -> RepeatedLowLatencyCombine | None:
-        return self._low_latency.repeat_of_combine(request)
 
     @one_at_a_time
     def low_latency_combine(

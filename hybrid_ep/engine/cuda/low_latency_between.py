@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hybrid_ep import _cuda
 from hybrid_ep.agree.board import Board
+from hybrid_ep.agree.fields import format_code
 from hybrid_ep.agree.losses import Losses
 from hybrid_ep.agree.roll_call import RollCall
 from hybrid_ep.core.geometry import RankGrid
@@ -26,10 +27,8 @@ from hybrid_ep.engine.calls import (
 from hybrid_ep.engine.cuda.between_faults import transport_error
 from hybrid_ep.engine.cuda.low_latency import CudaLowLatency
 from hybrid_ep.engine.cuda.low_latency_region import Region
-from hybrid_ep.engine.cuda.plan import MAX_PLANS, LowLatencyPlan, plan_low_latency
 from hybrid_ep.engine.cuda.symmetric import SymmetricMemory
-from hybrid_ep.errors import HybridEPError, TransportError
-from hybrid_ep.quantize import RowFormat
+from hybrid_ep.errors import ConfigError, HybridEPError, TransportError
 from hybrid_ep.transport import DomainLink, Ring
 
 __all__ = ["LowLatencyBetween", "OpenedLink"]
@@ -57,14 +56,6 @@ class _RegionWithLink(Region):
 
     opened: OpenedLink
     chunk_bytes: tuple[int, int]
-
-
-@functools.lru_cache(MAX_PLANS)
-def _plan_between(
-    num_ranks: int, num_experts: int, num_topk: int, hidden: int, max_tokens: int, fmt: RowFormat | None
-) -> LowLatencyPlan:
-    plan = plan_low_latency(num_ranks, num_experts, num_topk, hidden, max_tokens, fmt)
-    return plan._replace(num_ints=plan.native.num_ints_between)
 
 
 class LowLatencyBetween(CudaLowLatency):
@@ -113,23 +104,17 @@ class LowLatencyBetween(CudaLowLatency):
         )
         self._open_link = open_link
         self._numbering = RankGrid(grid.rank, grid.num_ranks, grid.num_ranks)
-        self._asked: LowLatencyPlan | None = None  # what the next region is made for
 
     def serves(self, request: LowLatencyDispatchRequest) -> bool:
         """Whether the kernels take calls of this size; the same at every rank."""
-        grid, hidden = self._link_grid, request.data.shape[1]
-        row_bytes = hidden * torch.bfloat16.itemsize
-        fits = (
-            grid.num_ranks <= _cuda.max_ranks
-            and grid.num_domains <= _cuda.max_domains
-            and 0 < row_bytes <= _cuda.max_row_bytes
-            and row_bytes % _cuda.row_align_bytes == 0
-            and request.num_experts <= _cuda.max_experts
-            and request.num_max_tokens_per_rank <= _cuda.low_latency_max_tokens
-        )
-        if not fits:
+        grid = self._link_grid
+        if grid.num_ranks > _cuda.max_ranks or grid.num_domains > _cuda.max_domains:
             return False
-        return max(_chunk_bytes(self._plan_for(request), grid)) <= _cuda.low_latency_max_chunk_bytes
+        try:
+            plan = self._calls.plan_of(request, format_code(request.fmt))
+        except ConfigError:
+            return False
+        return max(_chunk_bytes(plan, grid)) <= _cuda.low_latency_max_chunk_bytes
 
     @functools.cached_property
     def _link_grid(self) -> RankGrid:
@@ -157,19 +142,9 @@ class LowLatencyBetween(CudaLowLatency):
         for link in links:
             link.close(_CLOSE_TIMEOUT_S)
 
-    def _plan_of(
-        self, num_experts: int, num_topk: int, hidden: int, max_tokens: int, fmt: RowFormat | None
-    ) -> LowLatencyPlan:
-        return _plan_between(self._grid.num_ranks, num_experts, num_topk, hidden, max_tokens, fmt)
-
-    def _provide_region(self, plan: LowLatencyPlan, request: LowLatencyDispatchRequest) -> None:
-        self._asked = plan
-        super()._provide_region(plan, request)
-
-    def _make_region(self, capacity: _cuda.LowLatencyCapacity) -> Region:
-        assert self._asked is not None
-        grid = self._link_grid
-        tokens_bytes, rows_bytes = _chunk_bytes(self._asked, grid)
+    def _make_region(self, plan: _cuda.LowLatencyPlan) -> Region:
+        grid, capacity = self._link_grid, self._capacity_for(plan)
+        tokens_bytes, rows_bytes = _chunk_bytes(plan, grid)
         if self._regions:
             before = self._regions[-1]
             assert isinstance(before, _RegionWithLink)
@@ -228,9 +203,9 @@ class LowLatencyBetween(CudaLowLatency):
         return super()._error_of_call(fault)
 
 
-def _chunk_bytes(plan: LowLatencyPlan, grid: RankGrid) -> tuple[int, int]:
+def _chunk_bytes(plan: _cuda.LowLatencyPlan, grid: RankGrid) -> tuple[int, int]:
     """Slots of the rings: for chunks of a dispatch, and of a combine."""
-    tokens, rows = plan.native.peer_chunk_bytes(grid.num_ranks_per_domain)
+    tokens, rows = plan.peer_chunk_bytes(grid.num_ranks_per_domain)
     return _aligned(tokens), _aligned(rows)
 
 

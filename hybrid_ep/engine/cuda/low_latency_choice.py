@@ -7,15 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
+from hybrid_ep.engine.base import one_at_a_time
 from hybrid_ep.engine.calls import (
-    LowLatencyCombinedFields,
     LowLatencyCombineRequest,
     LowLatencyDispatched,
     LowLatencyDispatchRequest,
-    LowLatencyFields,
     LowLatencyHandle,
-    RepeatedLowLatencyCombine,
-    RepeatedLowLatencyDispatch,
 )
 from hybrid_ep.engine.cuda.low_latency_between import LowLatencyBetween
 from hybrid_ep.engine.torch.engine import TorchEngine
@@ -32,6 +29,7 @@ class LowLatencyChoice(TorchEngine):
         self._low_latency_kernels: LowLatencyBetween | None = None
         self._calls_kernels: bool | None = None  # whether they served the last low-latency call; None: none yet
 
+    @one_at_a_time
     def low_latency_dispatch(self, request: LowLatencyDispatchRequest) -> LowLatencyDispatched:
         kernels = self._low_latency_kernels
         self._calls_kernels = kernels is not None and kernels.serves(request)
@@ -39,6 +37,7 @@ class LowLatencyChoice(TorchEngine):
             return super().low_latency_dispatch(request)
         return kernels.dispatch(request)
 
+    @one_at_a_time
     def low_latency_combine(
         self, request: LowLatencyCombineRequest, handle: LowLatencyHandle
     ) -> Callable[[], None] | None:
@@ -47,32 +46,6 @@ class LowLatencyChoice(TorchEngine):
         if kernels is None or not self._calls_kernels:
             return super().low_latency_combine(request, handle)
         return kernels.combine(request, handle)
-
-    def repeat_of_low_latency(self, request: LowLatencyDispatchRequest) -> RepeatedLowLatencyDispatch | None:
-        kernels = self._low_latency_kernels
-        if kernels is None or not kernels.serves(request):
-            return None
-        repeat = kernels.repeat_of(request)
-
-        def dispatch(*arguments: Any) -> LowLatencyFields | None:
-            self._calls_kernels = True
-            return repeat(*arguments)
-
-        return dispatch
-
-    def repeat_of_low_latency_combine(self, request: LowLatencyCombineRequest) -> RepeatedLowLatencyCombine | None:
-        kernels = self._low_latency_kernels
-        if kernels is None:
-            return None
-        repeat = kernels.repeat_of_combine(request)
-
-        def combine(*arguments: Any) -> LowLatencyCombinedFields | None:
-            if not kernels.has_made(arguments[4]):
-                return None
-            self._calls_kernels = True
-            return repeat(*arguments)
-
-        return combine
 
     def refuse(self, call: str, error: ConfigError) -> None:
         """As `Engine.refuse`, for low-latency calls."""

@@ -99,13 +99,17 @@ class LowLatencyFaults(abc.ABC):
         """Whether no fault has been taken that is still to be raised."""
         return self._held is None and self._fault is None and self._overflow is None
 
+    @property
+    def _is_clear(self) -> bool:
+        """Whether `take_fault` has nothing to look at."""
+        return self.is_quiet and not self._communicator.has_fault
+
     def take_fault(self, known: Collection[int] = ()) -> HybridEPError | None:
         """Returns the error of a fault; None for the loss of a rank that is already masked or `known` to be lost.
 
         Such a loss can be reported twice: by the send of a call, and by its receive, which was already waiting.
         """
-        is_quiet = self._held is None and self._fault is None and self._overflow is None
-        if is_quiet and not self._communicator.has_fault:
+        if self._is_clear:
             return None
         held, self._held = self._held, None
         if held is not None:
@@ -212,7 +216,9 @@ class LowLatencyFaults(abc.ABC):
 
         Kernels may have given up ranks that only waited for the lost one. Those must not miss the rows of this call.
         """
-        if not self.takes_masks or self.only_masks_lost or self._held is not None or is_capturing(self._index):
+        if self._is_clear or not self.takes_masks or self.only_masks_lost or self._held is not None:
+            return
+        if is_capturing(self._index):
             return
         self._held = self.take_fault()
         if isinstance(self._held, TransportError) and self._held.peer is not None:

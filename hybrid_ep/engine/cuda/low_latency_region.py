@@ -1,4 +1,4 @@
-"""The symmetric memory of low-latency calls of the cuda engine, and which of its buffers are in use."""
+"""The symmetric memory of low-latency calls of the cuda engine."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from torch import Tensor
 from hybrid_ep import _cuda
 from hybrid_ep.agree.board import Board, StoreLostError
 from hybrid_ep.engine.cuda.symmetric import SymmetricMemory
-from hybrid_ep.errors import ConfigError
 
-__all__ = ["Buffers", "Region", "RegionsInUse", "set_last_call"]
+__all__ = ["Region", "RegionsInUse", "set_last_call"]
 
 
 @dataclass(frozen=True)
@@ -75,17 +74,6 @@ class RegionsInUse:
             with contextlib.suppress(StoreLostError):
                 note = self._board.read(f"region of {peer}")
         return None if note is None else int(note)
-
-
-class Buffers(_cuda.LowLatencyBuffers):
-    """Which buffers of one kind are in use: sent into and not yet received from."""
-
-    def next(self, what: str) -> int:
-        """The buffer that the next call sends into."""
-        if self.are_in_flight:
-            most = len(self.in_flight)
-            raise ConfigError(f"{what} calls whose hook has not been called are {most + 1}; allowed: at most {most}")
-        return self.next_idx
 
 
 def set_last_call(memory: Tensor, number: int) -> None:

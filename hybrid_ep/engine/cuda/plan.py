@@ -12,7 +12,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from hybrid_ep import _cuda
-from hybrid_ep.agree.fields import ABSENT, dtype_code, format_code, too_many_tokens
+from hybrid_ep.agree.fields import ABSENT, dtype_code, too_many_tokens
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.engine.calls import (
     CachedDispatchRequest,
@@ -23,22 +23,18 @@ from hybrid_ep.engine.calls import (
     state_of,
 )
 from hybrid_ep.engine.cuda.route import Route
-from hybrid_ep.engine.packed import PackedLayout
 from hybrid_ep.errors import ConfigError
-from hybrid_ep.quantize import RowFormat
 
 __all__ = [
     "MAX_PLANS",
     "CombineShape",
     "DispatchPlan",
     "DispatchShape",
-    "LowLatencyPlan",
     "combine_shape_of",
     "combine_shape_of_experts",
     "plan_combine",
     "plan_dispatch",
     "plan_dispatch_between",
-    "plan_low_latency",
     "refusal_of",
     "shape_along",
     "shape_of",
@@ -329,50 +325,3 @@ def plan_combine(shape: CombineShape) -> _cuda.CombinePlan:
         ConfigError: rows that the kernels cannot move.
     """
     return _cuda.CombinePlan(shape)
-
-
-class LowLatencyPlan(NamedTuple):
-    """What low-latency calls of one size and format have in common.
-
-    Attributes:
-        native: the plan of the kernels.
-        sizes: M, H and E.
-        num_topk: K.
-        packed: rows and scales.
-        num_ints: of the memory that a dispatch fills beside its rows.
-    """
-
-    native: _cuda.LowLatencyPlan
-    sizes: tuple[int, int, int]
-    num_topk: int
-    packed: PackedLayout
-    num_ints: int
-
-
-@functools.lru_cache(MAX_PLANS)
-def plan_low_latency(
-    num_ranks: int, num_experts: int, num_topk: int, hidden: int, max_tokens: int, fmt: RowFormat | None
-) -> LowLatencyPlan:
-    """Plans low-latency calls.
-
-    Raises:
-        ConfigError: more experts or tokens than the kernels take, or rows that they cannot move.
-    """
-    row_bytes_of(hidden, torch.bfloat16)
-    if num_experts > _cuda.max_experts:
-        raise ConfigError(f"num_experts is {num_experts}; allowed with the cuda engine: ≤ {_cuda.max_experts}")
-    if max_tokens > _cuda.low_latency_max_tokens:
-        raise ConfigError(
-            f"num_max_dispatch_tokens_per_rank is {max_tokens}; allowed with the cuda engine: "
-            f"≤ {_cuda.low_latency_max_tokens}"
-        )
-    native = _cuda.LowLatencyPlan(
-        num_ranks=num_ranks,
-        num_experts=num_experts,
-        num_topk=num_topk,
-        hidden=hidden,
-        max_tokens=max_tokens,
-        format=_cuda.ScaleFormat(format_code(fmt)),
-    )
-    packed = PackedLayout.of(num_experts // num_ranks, max_tokens * num_ranks, hidden, fmt)
-    return LowLatencyPlan(native, (max_tokens, hidden, num_experts), num_topk, packed, native.num_ints)
