@@ -454,11 +454,9 @@ class LowLatencyCalls(LowLatencyArguments):
     def _low_latency_engine(self) -> Engine:
         """The engine, of a buffer in low-latency mode."""
         engine = self.engine
-        self._require_low_latency()
+        if not self.low_latency_mode:
+            require(False, "low_latency_mode", self.low_latency_mode, "True for low-latency calls")
         return engine
-
-    def _require_low_latency(self) -> None:
-        require(self.low_latency_mode, "low_latency_mode", self.low_latency_mode, "True for low-latency calls")
 
     def _require_shrink(self) -> None:
         self._low_latency_engine()

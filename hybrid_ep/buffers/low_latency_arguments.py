@@ -35,21 +35,23 @@ class LowLatencyArguments(BaseBuffer):
         require_tensor("x", x, dtypes=(torch.bfloat16,), shape=(None, None), device=self.engine.device)
         require_no_grad("x", x)
         num_tokens, hidden = x.shape
-        if isinstance(fmt, Fp8Format):
-            allowed = f"with FP8: multiples of {CHANNELS_PER_SCALE}"
-            require(hidden % CHANNELS_PER_SCALE == 0, "hidden of x", hidden, allowed)
+        if isinstance(fmt, Fp8Format) and hidden % CHANNELS_PER_SCALE:
+            require(False, "hidden of x", hidden, f"with FP8: multiples of {CHANNELS_PER_SCALE}")
         if isinstance(fmt, Nvfp4Format):
             channels = CHANNELS_PER_BLOCK * SCALES_PER_WORD
             ok = hidden > 0 and hidden % channels == 0
             require(ok, "hidden of x", hidden, f"with NVFP4: multiples of {channels}")
         self._check_topk(topk_idx, topk_weights, num_experts, x.device)
-        require(topk_idx.shape[0] == num_tokens, "rows of topk_idx", topk_idx.shape[0], f"{num_tokens}, as x has")
-        require(num_tokens <= max_tokens, "rows of x", num_tokens, f"≤ num_max_dispatch_tokens_per_rank = {max_tokens}")
+        if topk_idx.shape[0] != num_tokens:
+            require(False, "rows of topk_idx", topk_idx.shape[0], f"{num_tokens}, as x has")
+        if num_tokens > max_tokens:
+            require(False, "rows of x", num_tokens, f"≤ num_max_dispatch_tokens_per_rank = {max_tokens}")
 
     @staticmethod
     def _check_global_scale(global_scale: Tensor | None, use_nvfp4: bool, device: torch.device) -> None:
         if not use_nvfp4:
-            require(global_scale is None, "x_global_scale", "given", "None without use_nvfp4")
+            if global_scale is not None:
+                require(False, "x_global_scale", "given", "None without use_nvfp4")
             return
         require(global_scale is not None, "x_global_scale", None, "one float32 with use_nvfp4")
         assert global_scale is not None
@@ -66,7 +68,8 @@ class LowLatencyArguments(BaseBuffer):
         require(isinstance(topk_weights, Tensor), "topk_weights", type(topk_weights).__name__, "a torch.Tensor")
         self._check_topk(topk_idx, topk_weights, num_experts, device)
         num_tokens = topk_idx.shape[0]
-        require(num_tokens <= most, "rows of topk_idx", num_tokens, f"≤ num_max_dispatch_tokens_per_rank = {most}")
+        if num_tokens > most:
+            require(False, "rows of topk_idx", num_tokens, f"≤ num_max_dispatch_tokens_per_rank = {most}")
         if out is not None:
             require_tensor(
                 "out", out, dtypes=(torch.bfloat16,), shape=(num_tokens, hidden), device=device, contiguous=True

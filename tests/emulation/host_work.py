@@ -40,10 +40,10 @@ class _Work(NamedTuple):
 # What each call takes; of functions, the most.
 _WORK = {
     "layout": _Work(0, [], 1),
-    "low-latency dispatch": _Work(0, [], 55),
-    "low-latency combine": _Work(1, [], 61),
-    "low-latency dispatch with a hook": _Work(0, [], 64),
-    "low-latency combine with a hook": _Work(1, [], 70),
+    "low-latency dispatch": _Work(0, [], 39),
+    "low-latency combine": _Work(1, [], 43),
+    "low-latency dispatch with a hook": _Work(0, [], 48),
+    "low-latency combine with a hook": _Work(1, [], 52),
     "dispatch with a bound": _Work(0, [], 2),
     "dispatch": _Work(0, [], 2),
     "cached dispatch": _Work(0, [], 2),

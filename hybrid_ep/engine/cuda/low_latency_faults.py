@@ -102,7 +102,8 @@ class LowLatencyFaults(abc.ABC):
     @property
     def _is_clear(self) -> bool:
         """Whether `take_fault` has nothing to look at."""
-        return self.is_quiet and not self._communicator.has_fault
+        is_quiet = self._held is None and self._fault is None and self._overflow is None
+        return is_quiet and not self._communicator.has_fault
 
     def take_fault(self, known: Collection[int] = ()) -> HybridEPError | None:
         """Returns the error of a fault; None for the loss of a rank that is already masked or `known` to be lost.
