@@ -59,8 +59,9 @@ CLUSTER_IMPORTS = {
     *("_C", "_cuda", "_nvml", "_verbs"),
 }
 CXX: list[list[str]] = [
-    ["bindings"],
+    ["modules"],
     ["calls"],
+    ["bindings"],
     ["runtime"],
     ["kernels", "topology"],
     ["transport"],

@@ -51,7 +51,8 @@ set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 # One function for both: nvcc does not know every warning flag of the host compiler.
 file(GLOB cuda_kernels CONFIGURE_DEPENDS kernels/*/*.cu)
 file(GLOB cuda_hosts CONFIGURE_DEPENDS bindings/cuda/*.cpp runtime/*.cpp)
-hybrid_ep_module(_cuda ${cuda_kernels} ${cuda_hosts} bindings/sizes.cpp)
+hybrid_ep_module(_cuda ${cuda_kernels} ${cuda_hosts} bindings/sizes.cpp modules/cuda.cpp calls/domain.cpp
+  calls/low_latency.cpp calls/plans.cpp calls/request.cpp calls/slots.cpp)
 set(cuda_warnings -Xptxas=--warn-on-spills -Xcompiler=-Wall,-Wextra)
 if(HYBRID_EP_STRICT)
   list(APPEND cuda_warnings -Werror=all-warnings -Xptxas=--warning-as-error -Xcompiler=-Werror)

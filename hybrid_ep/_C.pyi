@@ -1,4 +1,4 @@
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, overload
 
 import torch
@@ -22,12 +22,6 @@ def compute_layout(
 ) -> int: ...
 def park_threads() -> None:
     """Lets other threads sleep, and not abort the process, that return from C++ once the interpreter is finalised."""
-
-def row_traits_or(of_any: Callable[..., object]) -> Callable[..., object]:
-    """Makes `hybrid_ep.core.checks.row_traits`, as `traits_or`."""
-
-def traits_or(of_any: Callable[..., object]) -> Callable[..., object]:
-    """Makes `hybrid_ep.core.checks.traits`: it calls `of_any` where one is no plain tensor."""
 
 # Checks of tensors: csrc/calls/judge.cpp. Torch's function modes intercept none of what they read.
 
@@ -59,6 +53,14 @@ def require_tensor(
 def require_no_grad(name: str, tensor: Tensor) -> None:
     """Refuses a tensor whose gradient would be lost: no call of a buffer has a backward pass."""
 
+def require_rows(
+    name: str, data: Tensor, scales: Tensor | None, device: torch.device | None, opaque_scales: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Checks token rows, as `hybrid_ep.buffers.base.check_rows` explains them, and returns them packed."""
+
+def require_topk(topk_idx: Tensor, topk_weights: Tensor | None, num_experts: int, device: torch.device | None) -> None:
+    """Checks a routing: ``[T, K]`` int64, K ≤ min(E, 32), and float32 weights of the same shape. Reads no values."""
+
 # The tensor in rows without gaps, as engines and kernels read it; copied on the current stream where it is not. Whoever
 # takes an address of a caller's tensor takes that of the packed one. Nothing else judges contiguity.
 @overload
@@ -69,26 +71,6 @@ def packed(tensor: None) -> None: ...
 def packed(tensor: Tensor | None) -> Tensor | None: ...
 def are_packed(*tensors: Tensor | None) -> bool:
     """Whether `packed` would copy none of them."""
-
-def repeatable_method(
-    function: Callable[..., object],
-    names: tuple[str, ...],
-    num_positional: int,
-    values: tuple[object, ...],
-    reads: dict[str, tuple[str, ...]],
-    rows: tuple[str, ...] | None,
-    first_type: type,
-) -> Callable[..., Any]:
-    """Makes what `hybrid_ep.core.repeatable.repeatable` returns.
-
-    Args:
-        function: the method, in Python.
-        names: of its parameters, with `self`.
-        num_positional: how many of them may be given by position, the first ones.
-        values: of the last of them, where a call gives none.
-        reads, rows: as `repeatable` takes them.
-        first_type: of what `first` returns, a tuple.
-    """
 
 def scan_sysfs(*, sysroot: str) -> dict[str, Any]:
     """PCI devices, NICs, NUMA nodes and GPU distances; see `hybrid_ep.topology.probe`."""

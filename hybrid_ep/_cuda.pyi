@@ -24,21 +24,18 @@ from hybrid_ep._C import low_latency_region_bytes as low_latency_region_bytes
 from hybrid_ep._C import nvshmem_proxy as nvshmem_proxy
 from hybrid_ep._C import tcp_proxy as tcp_proxy
 from hybrid_ep._C import verbs_proxy as verbs_proxy
-from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.engine.calls import (
+    CachedDispatchRequest,
+    CombineRequest,
     DispatchHandle,
+    DispatchRequest,
     LowLatencyCombineRequest,
     LowLatencyDispatchRequest,
     PermuteHandle,
-    RepeatedCombineDense,
-    RepeatedPermuted,
-    RepeatedPermutedAlong,
-    RepeatedUnpermute,
 )
+from hybrid_ep.engine.cuda.arena import Arena
 from hybrid_ep.engine.cuda.engine import CudaEngine
-from hybrid_ep.engine.cuda.plan import CombineShape as PlannedCombine
-from hybrid_ep.engine.cuda.plan import DispatchShape as PlannedShape
-from hybrid_ep.engine.cuda.route import Chunk, PermuteState, Route
+from hybrid_ep.engine.cuda.route import Chunk
 
 version: str
 control_bytes: int
@@ -54,29 +51,85 @@ row_align_bytes: int
 _Address = Tensor | int | None  # of a tensor, an address itself, or none
 
 class DispatchShape:
-    def __init__(self, shape: PlannedShape, rank: int, num_ranks: int) -> None: ...
+    """What is sent and published by a dispatch. Dtypes are numbers of `agree.fields.DTYPES`.
+
+    Args:
+        rank, num_ranks: this rank.
+        num_tokens, hidden, dtype, num_scales, scale_dtype: of the rows that are sent; −1 = they have no scales.
+        num_topk, num_experts, has_topk, has_weights: of the routing.
+        expert_range: (first, end) of the experts that are reported; None: the dispatch reads a route that another made.
+        pad_multiple: 0 = rows by source; otherwise by expert, blocks padded to a multiple.
+        bound: rows of the result; None = the host waits for the counts.
+        common_bound: with a bound that differs between ranks, a bound of them all, equal at all ranks.
+        num_sms: SMs to use; None = the default.
+        max_tokens: the most tokens of a rank, equal at all ranks; None = what the kernels take.
+        num_slots, num_mapped_ranks: of the mapping, if the rows are weights or gradients of experts.
+        refusal: number of the refusal of this rank, which then sends nothing.
+
+    Raises:
+        ConfigError: more experts than the kernels take, or rows that they cannot move.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        num_ranks: int,
+        num_tokens: int,
+        hidden: int,
+        dtype: int,
+        num_topk: int,
+        num_experts: int,
+        num_scales: int = 0,
+        scale_dtype: int = -1,
+        has_topk: bool = True,
+        has_weights: bool = False,
+        expert_range: tuple[int, int] | None = None,
+        pad_multiple: int = 0,
+        bound: int | None = None,
+        common_bound: int | None = None,
+        num_sms: int | None = None,
+        max_tokens: int | None = None,
+        num_slots: int | None = None,
+        num_mapped_ranks: int | None = None,
+        refusal: int | None = None,
+    ) -> None: ...
     @property
-    def num_tokens(self) -> int: ...
+    def num_tokens(self) -> int:
+        """Tokens that this rank sends; 0 if it has more than is allowed."""
+
     @property
-    def refusal(self) -> tuple[FaultKind, int, int] | None: ...
+    def refusal(self) -> tuple[FaultKind, int, int] | None:
+        """What is wrong with this rank's arguments, the value, and what is allowed."""
+
     @property
     def record_bytes(self) -> int: ...
-    @property
-    def is_refused(self) -> bool: ...
     def slot_bytes_for(self, num_rows: int) -> int: ...
 
 class DispatchPlan(DispatchShape):
-    @property
-    def num_local_experts(self) -> int: ...
-    @property
-    def most_sent(self) -> int: ...
+    """A dispatch inside a domain."""
+
     @property
     def route_ints(self) -> int: ...
-    @property
-    def counts_at(self) -> int: ...
 
 class CombinePlan:
-    def __init__(self, shape: PlannedCombine) -> None: ...
+    """A combine of bf16 rows. `num_tokens` are of the result, `num_weights` of a row.
+
+    Raises:
+        ConfigError: as `DispatchShape`.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_tokens: int,
+        hidden: int,
+        num_topk: int,
+        num_experts: int,
+        num_weights: int = 0,
+        num_sms: int | None = None,
+        refusal: int | None = None,
+    ) -> None: ...
     @property
     def record_bytes(self) -> int: ...
     def slot_bytes_for(self, num_rows: int) -> int: ...
@@ -121,55 +174,8 @@ class Fault:
 class Communicator:
     def __init__(self, *, rank: int, control: list[int], device: int, timeout_s: float) -> None: ...
     def set_arena(self, arena: list[int], slot_bytes: int, number: int) -> None: ...
-    def num_records(self, plan: DispatchPlan) -> int: ...
     @property
     def default_dispatch_sms(self) -> int: ...
-    def dispatch(
-        self,
-        plan: DispatchPlan,
-        rows: int,
-        topk_idx: int,
-        topk_weights: int,
-        scales: int,
-        route: int,
-        mapping_checksum: int,
-        handle: int,
-        slot_idx: int,
-        slots_wanted: int,
-        stream: int,
-    ) -> int: ...
-    def slots_agreed(self, stream: int) -> int: ...
-    def duplicate(
-        self,
-        plan: DispatchPlan,
-        route: int,
-        kept: int,
-        probs: int,
-        scales: int,
-        slot_idx: int,
-        num_rows: int,
-        num_recv: int,
-        num_sms: int,
-        stream: int,
-    ) -> None: ...
-    def combine(
-        self,
-        plan: CombinePlan,
-        rows: _Address,
-        num_rows: int,
-        weights: _Address,
-        bias_0: _Address,
-        bias_1: _Address,
-        out: _Address,
-        out_weights: _Address,
-        route: _Address,
-        expert_rows: _Address,
-        num_expert_rows: int | None,
-        probs: _Address,
-        kept: _Address,
-        handle: int,
-        stream: int,
-    ) -> None: ...
     @property
     def default_copy_sms(self) -> int: ...
     def add_peer_memory(self, begin: int, num_bytes: int, peers: int) -> None: ...
@@ -243,7 +249,9 @@ class BetweenCommunicator:
         stream: int,
     ) -> None: ...
 
-class SlotPool:
+class SlotMemory:
+    """The slots of one piece of symmetric memory. `memory` keeps it alive."""
+
     def __init__(
         self,
         *,
@@ -254,20 +262,43 @@ class SlotPool:
         memory: object,
         current_stream: Callable[[int], int],
     ) -> None: ...
-    def take(self, stream: int) -> tuple[int, bool]: ...
-    def note_use(self, stream: int) -> None: ...
     def record_stream(self, address: int, stream: int) -> None: ...
-    def release(self, slot_idx: int) -> None: ...
-    def tensors(
-        self, slot_idx: int, plan: DispatchPlan, num_rows: int, memory: Tensor, route: int
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]: ...
-    def tensors_between(
-        self, slot_idx: int, plan: DispatchShape, num_rows: int
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, None, None, None]: ...
     @property
     def num_free(self) -> int: ...
     @property
     def was_captured(self) -> bool: ...
+
+class SlotLease:
+    """A slot for the rows of one dispatch. Its end frees the slot, unless results hold it."""
+
+    @property
+    def slot_idx(self) -> int: ...
+    @property
+    def is_captured(self) -> bool: ...
+    def results(self, plan: DispatchShape, num_rows: int) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Returns rows, scales, experts and weights; once. They hold the slot, or are copies of what is in slot 0."""
+
+    def give_back(self) -> None:
+        """Frees the slot. May be called again."""
+
+class Slots:
+    """The slots of an arena, which owns this object.
+
+    Args:
+        arena: grows when the ranks have agreed on more slots.
+        communicator: knows what they have agreed on.
+        unfreed: what could not be freed while a graph was captured; emptied outside of captures.
+    """
+
+    def __init__(self, arena: Arena, communicator: Communicator, unfreed: list[object]) -> None: ...
+    def use(self, memory: SlotMemory, more_slots: int) -> None:
+        """Names the memory of later leases, and how many slots a growth would give; 0 = there is none."""
+
+    def lease(self, stream: int) -> SlotLease:
+        """Returns a slot for the next dispatch on `stream`. Collective where the ranks have agreed on more slots."""
+
+    def note_use(self, stream: int) -> None:
+        """Must be called before `stream` uses slot 0 without a lease. A captured use keeps the memory for good."""
 
 class LaunchOrder:
     """Orders the launches of one engine after each other, whatever their streams.
@@ -302,119 +333,81 @@ class RouteMemory:
     def clear(self) -> None:
         """Drops the chunks. Their pieces stay as they are."""
 
-_Dispatched = tuple[Tensor, Tensor | None, Tensor, Tensor | None, list[int] | None, DispatchHandle, Tensor | None]
+class Route:
+    """The state of the cuda engine in a DispatchHandle: csrc/calls/route.h."""
 
-class RepeatedDispatch:
-    """Keeps neither `engine`, nor what calls take."""
+    @property
+    def chunk(self) -> Chunk: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def counts_at(self) -> int: ...
+    @property
+    def topk_at(self) -> int: ...
+    @property
+    def num_recv(self) -> int: ...
+    @property
+    def max_recv(self) -> int: ...
+    @property
+    def max_sent(self) -> int: ...
+    @property
+    def num_sent_away(self) -> int: ...
+    @property
+    def num_from_away(self) -> int: ...
+    @property
+    def num_records(self) -> int: ...
+    @property
+    def number(self) -> int: ...
+    @property
+    def stream(self) -> int: ...
+
+_Counts = list[int] | Tensor
+
+class Domain:
+    """Dispatches and combines inside a domain, of one engine, which owns this object: csrc/calls/domain.h."""
 
     def __init__(
         self,
+        *,
         engine: CudaEngine,
-        plan: DispatchPlan,
-        bound: int | None,
-        max_rows: int,
-        counts_at: int,
-        returns_topk: bool,
-        dense: TopkProbs | None,
-        grid: RankGrid,
-        route_type: type[Route],
-        handle_type: type[DispatchHandle],
+        rank: int,
+        num_ranks: int,
+        number: int,
+        communicator: Communicator,
+        launches: LaunchOrder,
+        routes: RouteMemory,
+        slots: Slots,
+        device: torch.device,
     ) -> None: ...
-    @property
-    def call(self) -> Callable[[Tensor, Tensor | None, Tensor, Tensor | None], _Dispatched | None]:
-        """None: the call is still to be made."""
+    def dispatch(
+        self, request: DispatchRequest
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, list[int] | None, Tensor, Route]:
+        """Returns rows, scales, experts, weights, counts of the local experts, the rank prefix matrix, the route."""
 
-class RepeatedDispatchAlong:
-    """As `RepeatedDispatch`."""
+    def dispatch_by_expert(
+        self, request: DispatchRequest
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, _Counts, Tensor, Tensor, Route, Chunk, int]:
+        """Returns rows, scales, probabilities, counts with padding, the rank prefix matrix, the flag of an overflow,
+        the route, and the chunk and address of what a handle keeps.
+        """
 
-    def __init__(self, engine: CudaEngine, plan: DispatchPlan, route_type: type[Route]) -> None: ...
-    @property
-    def call(self) -> Callable[[Tensor, Tensor | None, DispatchHandle], tuple[Tensor, Tensor | None] | None]: ...
+    def dispatch_along(self, request: CachedDispatchRequest, handle: DispatchHandle) -> tuple[Tensor, Tensor | None]:
+        """Returns rows and scales."""
 
-class RepeatedCombine:
-    """As `RepeatedDispatch`."""
+    def dispatch_by_expert_along(
+        self, request: CachedDispatchRequest, handle: PermuteHandle
+    ) -> tuple[Tensor, Tensor | None]: ...
+    def combine(self, request: CombineRequest, handle: DispatchHandle) -> tuple[Tensor, Tensor | None]:
+        """Returns the sums of rows and of weights."""
 
-    def __init__(
-        self,
-        engine: CudaEngine,
-        plan: CombinePlan,
-        make_out: NewTensor,
-        make_weights: NewTensor | None,
-        route_type: type[Route],
-    ) -> None: ...
-    @property
-    def call(
-        self,
-    ) -> Callable[
-        [Tensor, Tensor | None, Tensor | None, Tensor | None, DispatchHandle], tuple[Tensor, Tensor | None] | None
-    ]: ...
+    def combine_by_expert(self, request: CombineRequest, handle: PermuteHandle) -> tuple[Tensor, Tensor | None]: ...
+    def sent_topk_idx(self, route: Route, num_tokens: int, num_topk: int) -> Tensor:
+        """Returns the top-k indices, ``[T, K]`` int64, that a dispatch has copied to its route."""
 
-class RepeatedDenseCombine:
-    """As `RepeatedDispatch`."""
+    def refuse_dispatch(self, refusal: int) -> None:
+        """Takes part in a dispatch that this rank refuses; `refusal` is its number."""
 
-    def __init__(
-        self,
-        engine: CudaEngine,
-        plan: CombinePlan,
-        make_out: NewTensor,
-        make_weights: NewTensor,
-        route_type: type[Route],
-        received: TopkProbs,
-        sent: TopkProbs,
-    ) -> None: ...
-    @property
-    def call(self) -> RepeatedCombineDense: ...
-
-_HandleTypes = tuple[type[Route], type[DispatchHandle], type[PermuteState], type[PermuteHandle]]
-
-class RepeatedPermutedDispatch:
-    """As `RepeatedDispatch`. `make_probs` and `make_scales` are for any number of rows."""
-
-    def __init__(
-        self,
-        engine: CudaEngine,
-        plan: DispatchPlan,
-        bound: int | None,
-        num_expert_sms: int,
-        make_probs: NewTensor | None,
-        make_scales: NewTensor | None,
-        make_counts: NewTensor,
-        grid: RankGrid,
-        types: _HandleTypes,
-    ) -> None: ...
-    @property
-    def call(self) -> RepeatedPermuted: ...
-
-class RepeatedPermutedDispatchAlong:
-    """As `RepeatedDispatch`."""
-
-    def __init__(
-        self,
-        engine: CudaEngine,
-        plan: DispatchPlan,
-        num_expert_sms: int,
-        make_scales: NewTensor | None,
-        types: _HandleTypes,
-    ) -> None: ...
-    @property
-    def call(self) -> RepeatedPermutedAlong: ...
-
-class RepeatedPermutedCombine:
-    """As `RepeatedDispatch`. `make_sums` and `make_weights` are for any number of rows."""
-
-    def __init__(
-        self,
-        engine: CudaEngine,
-        plan: CombinePlan,
-        make_sums: NewTensor,
-        make_weights: NewTensor | None,
-        make_out: NewTensor,
-        make_out_weights: NewTensor | None,
-        dense: TopkProbs | None,
-        types: _HandleTypes,
-    ) -> None: ...
-    @property
-    def call(self) -> RepeatedUnpermute: ...
+    def refuse_combine(self, refusal: int) -> None: ...
 
 def push_rows(
     *,

@@ -8,10 +8,8 @@ namespace hybrid_ep::bindings {
 
 void add_layout(pybind11::module_& module);
 void add_process_exit(pybind11::module_& module);
-void add_repeatable(pybind11::module_& module);
 void add_sizes(pybind11::module_& module);
 void add_topology(pybind11::module_& module);
-void add_traits(pybind11::module_& module);
 void add_transport(pybind11::module_& module);
 
 }  // namespace hybrid_ep::bindings

@@ -6,13 +6,17 @@
 #include <array>
 
 #include "calls/tensor_arg.h"
+#include "layout/limits.h"
 
 namespace hybrid_ep::calls {
 namespace {
 
 namespace py = pybind11;
 
-// Throws ConfigError with a message that PyUnicode_FromFormat makes.
+constexpr int kChannelsPerScale = 128;  // of FP8
+constexpr int kScalesPerWord = 4;       // of packed UE8M0
+
+// Throws ConfigError with a message that PyUnicode_FromFormat makes. The format is ASCII; %s takes UTF-8.
 template <typename... Values>
 [[noreturn]] void refuse(const char* format, Values... values) {
   const py::object message = owned(PyUnicode_FromFormat(format, values...));
@@ -82,6 +86,8 @@ struct AllParameters {
   Parameters<7> tensor{"require_tensor", 2, 4, {"name", "tensor", "dtypes", "shape", "device", "contiguous", "traced"}};
   Parameters<1> packed{"packed", 1, 1, {"tensor"}};
   Parameters<2> no_grad{"require_no_grad", 2, 2, {"name", "tensor"}};
+  Parameters<5> rows{"require_rows", 5, 4, {"name", "data", "scales", "device", "opaque_scales"}};
+  Parameters<4> topk{"require_topk", 4, 4, {"topk_idx", "topk_weights", "num_experts", "device"}};
 };
 
 bool is_set(PyObject* flag) {
@@ -174,23 +180,106 @@ py::object require_tensor(PyObject* const* args, Py_ssize_t num_args, PyObject* 
   return py::reinterpret_borrow<py::object>(object);
 }
 
+// What checks of whole arguments take, made once.
+struct Allowed {
+  static const Allowed& get() {
+    PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<Allowed> stored;
+    return stored.call_once_and_store_result([] { return Allowed(); }).get_stored();
+  }
+
+  static py::object dtype(const char* name) { return py::module_::import("torch").attr(name); }
+
+  py::tuple bf16 = py::make_tuple(dtype("bfloat16")), e4m3 = py::make_tuple(dtype("float8_e4m3fn"));
+  py::tuple bytes = py::make_tuple(dtype("float8_e4m3fn"), dtype("uint8"));
+  py::tuple scales = py::make_tuple(dtype("float32"), dtype("int32"));
+  py::tuple indices = py::make_tuple(dtype("int64")), weights = py::make_tuple(dtype("float32"));
+  py::tuple matrix = py::make_tuple(py::none(), py::none());
+  py::object int32 = dtype("int32");
+};
+
+// As require_tensor, of a tensor that need not be contiguous.
+void judge(PyObject* name, const TensorArg& tensor, PyObject* dtypes, PyObject* shape, PyObject* device) {
+  judge_plain(name, tensor.object(), tensor, false);
+  judge_dtype(name, tensor, dtypes);
+  judge_shape(name, tensor, shape);
+  judge_device(name, tensor, device, false);
+}
+
+void judge_no_grad(PyObject* name, PyObject* tensor) {
+  if (!keeps_grad(tensor)) return;
+  refuse(
+      "%S.requires_grad is True, and this call has no backward pass; allowed: hybrid_ep.nn.MoEDispatch and "
+      "MoECombine, an autograd.Function around it, torch.no_grad(), or detach()",
+      name);
+}
+
 py::object require_no_grad(PyObject* const* args, Py_ssize_t num_args, PyObject* keywords) {
   const auto [name, tensor] = AllParameters::get().no_grad.bind(args, num_args, keywords);
-  if (keeps_grad(tensor)) {
-    refuse(
-        "%S.requires_grad is True, and this call has no backward pass; allowed: hybrid_ep.nn.MoEDispatch and "
-        "MoECombine, an autograd.Function around it, torch.no_grad(), or detach()",
-        name);
+  judge_no_grad(name, tensor);
+  return py::none();
+}
+
+py::object packed_of(const TensorArg& tensor) {
+  if (tensor.is_described() && tensor.is_contiguous()) return py::reinterpret_borrow<py::object>(tensor.object());
+  return tensor.result("contiguous");
+}
+
+py::object require_rows(PyObject* const* args, Py_ssize_t num_args, PyObject* keywords) {
+  const auto [name, data, scales, device, opaque] = AllParameters::get().rows.bind(args, num_args, keywords);
+  const Allowed& allowed = Allowed::get();
+  const TensorArg rows(data);
+  if (rows.is_tensor()) judge_no_grad(name, data);
+  if (scales == Py_None) {
+    judge(name, rows, allowed.bf16.ptr(), allowed.matrix.ptr(), device);
+    return py::make_tuple(packed_of(rows), py::none());
   }
+  const bool is_opaque = is_set(opaque);
+  judge(name, rows, (is_opaque ? allowed.bytes : allowed.e4m3).ptr(), allowed.matrix.ptr(), device);
+  const TensorArg of_scales(scales);
+  py::object num_scales = py::none();
+  if (!is_opaque) {
+    const int64_t hidden = rows.size(1);
+    if (hidden % kChannelsPerScale != 0) {
+      refuse("hidden of %S is %lld; allowed: with FP8: multiples of %d", name, static_cast<long long>(hidden),
+             kChannelsPerScale);
+    }
+    int64_t num = hidden / kChannelsPerScale;
+    if (of_scales.is_tensor() && of_scales.dtype().is(allowed.int32)) {
+      num = (num + kScalesPerWord - 1) / kScalesPerWord;
+    }
+    num_scales = py::int_(num);
+  }
+  const py::object scales_name = owned(PyUnicode_FromFormat("scales of %S", name));
+  const py::tuple shape = py::make_tuple(rows.size(0), num_scales);
+  judge(scales_name.ptr(), of_scales, allowed.scales.ptr(), shape.ptr(), rows.device().ptr());
+  if (of_scales.size(1) == 0) refuse("columns of scales of %S is 0; allowed: %s 1", name, "≥");
+  return py::make_tuple(packed_of(rows), packed_of(of_scales));
+}
+
+py::object require_topk(PyObject* const* args, Py_ssize_t num_args, PyObject* keywords) {
+  const auto [topk_idx, topk_weights, num_experts, device] = AllParameters::get().topk.bind(args, num_args, keywords);
+  const Allowed& allowed = Allowed::get();
+  static PyObject* const idx_name = PyUnicode_InternFromString("topk_idx");
+  static PyObject* const weights_name = PyUnicode_InternFromString("topk_weights");
+  const TensorArg idx(topk_idx);
+  judge(idx_name, idx, allowed.indices.ptr(), allowed.matrix.ptr(), device);
+  const int64_t num_topk = idx.size(1), most = std::min<int64_t>(kMaxTopk, PyLong_AsLongLong(num_experts));
+  if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+  if (num_topk < 1 || num_topk > most) {
+    refuse("top-k (columns of topk_idx) is %lld; allowed: 1 %s %lld", static_cast<long long>(num_topk), "…",
+           static_cast<long long>(most));
+  }
+  if (topk_weights == Py_None) return py::none();
+  const py::tuple shape = py::make_tuple(idx.size(0), num_topk);
+  judge(weights_name, TensorArg(topk_weights), allowed.weights.ptr(), shape.ptr(), idx.device().ptr());
+  judge_no_grad(weights_name, topk_weights);
   return py::none();
 }
 
 py::object packed(PyObject* const* args, Py_ssize_t num_args, PyObject* keywords) {
   PyObject* const object = AllParameters::get().packed.bind(args, num_args, keywords)[0];
   if (object == Py_None) return py::none();
-  const TensorArg tensor(object);
-  if (tensor.is_described() && tensor.is_contiguous()) return py::reinterpret_borrow<py::object>(object);
-  return tensor.result("contiguous");
+  return packed_of(TensorArg(object));
 }
 
 py::object are_packed(PyObject* const* args, Py_ssize_t num_args, PyObject*) {
@@ -220,7 +309,8 @@ PyMethodDef method(const char* name) {
 void add_judge(py::module_& module) {
   // No functions of pybind11, whose call would take as long as a check.
   static PyMethodDef methods[]{method<require_plain>("require_plain"),     method<require_tensor>("require_tensor"),
-                               method<require_no_grad>("require_no_grad"), method<packed>("packed"),
+                               method<require_no_grad>("require_no_grad"), method<require_rows>("require_rows"),
+                               method<require_topk>("require_topk"),       method<packed>("packed"),
                                method<are_packed>("are_packed"),           {}};
   if (PyModule_AddFunctions(module.ptr(), methods) != 0) throw py::error_already_set();
 }

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <array>
 
-#include "calls/exchange_api.h"
+#include "bindings/exchange_api.h"
 
 namespace hybrid_ep::calls {
 namespace {
@@ -151,6 +151,11 @@ py::object TensorArg::device() const {
     if (type == dlpack::kCuda && id >= 0 && id < kMaxCuda) return Torch::get().cuda[id];
   }
   return attribute("device");
+}
+
+int64_t TensorArg::size(int dimension) const {
+  if (is_described_) return tensor_.shape[dimension];
+  return attribute("shape")[py::int_(dimension)].cast<int64_t>();
 }
 
 bool TensorArg::has_shape(PyObject* sizes) const {

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "calls/dlpack_abi.h"
+#include "bindings/dlpack_abi.h"
 
 namespace hybrid_ep::calls {
 
@@ -42,8 +42,7 @@ class TensorArg {
   // Reads an object of any class, which must outlive this.
   explicit TensorArg(PyObject* object);
 
-  // Whether its class is torch.Tensor itself.
-  bool is_of_torch() const { return class_ == Class::kTensor; }
+  PyObject* object() const { return object_; }
   // Whether its class is torch.Tensor or torch.nn.Parameter, and not another one below torch.Tensor.
   bool is_plain() const { return class_ != Class::kOther; }
   // Whether its class is that of a tracer's tensors.
@@ -61,6 +60,8 @@ class TensorArg {
   pybind11::object attribute(const char* name) const;
   // What a method without arguments returns.
   pybind11::object result(const char* name) const;
+  // The size of a dimension that it has.
+  int64_t size(int dimension) const;
   // Whether the shape is `sizes`, a sequence in which None stands for any size.
   bool has_shape(PyObject* sizes) const;
   // Whether it has the layout of most tensors: sizes, strides and one memory.

@@ -51,6 +51,8 @@ DispatchCall call_of(const DispatchRequest& request) {
 
 }  // namespace
 
+int64_t bytes_of(int dtype) { return columns(1, dtype).bytes(); }
+
 DispatchShape DispatchShape::of(const DispatchRequest& request, int rank, int num_ranks) {
   require(num_ranks >= 1, "ranks", num_ranks, "≥ 1");
   require(request.num_tokens >= 0, "tokens of a rank", request.num_tokens, "≥ 0");

@@ -1,5 +1,4 @@
-// Plans: what calls of one shape have in common. The first call of a shape makes the plan and the caller keeps it.
-// Later calls pass the plan and their addresses.
+// Plans: what follows from the sizes and dtypes of a call. A plan is arithmetic, made for each call.
 #pragma once
 
 #include <algorithm>
@@ -19,6 +18,9 @@ struct ElementType {
   uint8_t code, bits;
 };
 constexpr uint8_t kInt = 0, kBytes = 1, kFloat = 2, kBfloat = 4, kFloat8 = 10;  // codes; the last is e4m3fn
+
+// Bytes of an element of this dtype, by number.
+int64_t bytes_of(int dtype);
 
 // The columns of a tensor with a row for each token, and their type. num = 0: there is no such tensor.
 struct Columns {
@@ -40,8 +42,19 @@ struct ExpertRange {
   int first, end;
 };
 
-// A dispatch as the engine asks for it. DispatchShape in hybrid_ep/engine/cuda/plan.py has the same fields, and says
-// what they are. Types of elements are numbered as hybrid_ep/agree/fields.py does it.
+// The sizes of a dispatch, of which its plan is made. Dtypes are numbered as hybrid_ep/agree/fields.py does it.
+// - expert_range: the experts that are reported, equal at all ranks or each rank's own; none: the dispatch reads a
+// route
+//   that another has made.
+// - pad_multiple: 0: rows by source; otherwise by expert, blocks padded to a multiple.
+// - bound: rows of the result, or that any slot must hold for a known route; none: the host waits for the counts.
+// - common_bound: with a bound that differs between ranks, a bound of them all, equal at all ranks.
+// - num_sms: none: the default.
+// - max_tokens: the most tokens of a rank, equal at all ranks; none: what the kernels take.
+// - num_mapped_ranks, num_slots: of the mapping, if the rows are weights or gradients of experts.
+// - num_records: of received rows, which slots hold beside the rows of copies; 0: as many as rows.
+// - drops_rows: rows beyond the bound only set the flag of the route.
+// - refusal: number of the refusal of this rank, which then sends nothing; none: the call is not refused.
 struct DispatchRequest {
   int num_tokens, hidden, dtype;
   int num_scales, scale_dtype;  // scale_dtype: kAbsent without scales
@@ -141,13 +154,14 @@ struct DuplicateTensors {
   uint32_t* scales;
 };
 
-// A combine, inside a domain or between domains. CombineShape in hybrid_ep/engine/cuda/plan.py has the same fields, and
-// says what they are.
+// A combine, inside a domain or between domains.
 struct CombinePlan {
   RowWidths widths;
-  int num_tokens, num_topk, num_experts, num_weights;
+  int num_tokens;              // of the result
+  int num_topk, num_experts;   // of the route
+  int num_weights;             // of a row; 0: none
   int num_sms;                 // 0: the default
-  int num_expert_sms;          // 0: the default
+  int num_expert_sms;          // that sum rows of experts, where the sums are sent; 0: the default
   std::optional<int> refusal;  // number of the refusal of this rank; then no rank sends
 };
 

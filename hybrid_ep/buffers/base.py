@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
-import operator
 import os
 import socket
 from collections.abc import Sequence
@@ -19,16 +17,23 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hybrid_ep import env
 from hybrid_ep.checks import MAX_TOPK, require, require_int
-from hybrid_ep.core.checks import packed, packed_copy, require_expert_indices, require_no_grad, require_tensor
+from hybrid_ep.core.checks import (
+    packed,
+    packed_copy,
+    require_expert_indices,
+    require_no_grad,
+    require_rows,
+    require_tensor,
+    require_topk,
+)
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.layout import map_to_indices, widest_token
-from hybrid_ep.core.repeatable import Memo
 from hybrid_ep.core.streams import CommStream
 from hybrid_ep.engine.base import Engine, Traffic
 from hybrid_ep.engine.calls import Routing, Rows
 from hybrid_ep.engine.select import make_engine
 from hybrid_ep.errors import ClosedError, ConfigError, HybridEPError
-from hybrid_ep.quantize import CHANNELS_PER_BLOCK, CHANNELS_PER_SCALE, SCALES_PER_WORD
+from hybrid_ep.quantize import CHANNELS_PER_BLOCK, SCALES_PER_WORD
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -56,13 +61,9 @@ def _note_fork() -> None:
 
 os.register_at_fork(after_in_child=_note_fork)
 
-_FP8_DTYPES = (torch.float8_e4m3fn,)
-_BYTE_DTYPES = (torch.float8_e4m3fn, torch.uint8)
 _BF16 = (torch.bfloat16,)
 _FLOAT32 = (torch.float32,)
-_INT64 = (torch.int64,)
 _UINT8 = (torch.uint8,)
-_SCALE_DTYPES = (torch.float32, torch.int32)
 _NVFP4_SCALE_DTYPES = (torch.float8_e4m3fn, torch.int8, torch.uint8)
 
 
@@ -101,8 +102,6 @@ class BaseBuffer:
             require_int("num_ranks_per_domain", per_domain, minimum=1)
         made = make_engine(self.group, num_ranks_per_domain=per_domain, asked=engine, timeout_s=timeout_s)
         self._engine: Engine | None = made
-        usable = None if self.group is None else functools.partial(operator.contains, self._groups, self.group)
-        self._repeats = Memo(usable)
         self._comm_stream = CommStream(made.device, made.record_stream)
         self.grid = made.grid
         self.number = made.number  # of the buffer among those of its group, equal at all ranks
@@ -205,7 +204,6 @@ class BaseBuffer:
             ConfigError, OverflowError, TimeoutError, TransportError: as `raise_pending`, when everything has been given
                 back. The loss of a rank that a call has raised is not raised again.
         """
-        self._repeats.clear()  # its values hold the engine
         if self._engine is not None:
             engine, self._engine = self._engine, None
             engine.close()
@@ -263,14 +261,9 @@ class BaseBuffer:
         self, topk_idx: Tensor, topk_weights: Tensor | None, num_experts: int, device: torch.device | None
     ) -> None:
         """Checks a routing; `device` is where it must be, None = anywhere."""
-        require_tensor("topk_idx", topk_idx, dtypes=_INT64, shape=(None, None), device=device)
-        shape = topk_idx.shape
-        num_topk = shape[1]
-        if not 1 <= num_topk <= MAX_TOPK or num_topk > num_experts:
-            require(False, "top-k (columns of topk_idx)", num_topk, f"1 … {min(MAX_TOPK, num_experts)}")
-        require_expert_indices(topk_idx, num_experts)
-        if topk_weights is not None:
-            check_weights("topk_weights", topk_weights, shape, topk_idx.device if device is None else device)
+        require_topk(topk_idx, topk_weights, num_experts, device)
+        if topk_idx.is_cpu:
+            require_expert_indices(topk_idx, num_experts)
 
 
 def resolve_group(group: dist.ProcessGroup | None, comm: Any = None) -> dist.ProcessGroup | None:
@@ -328,31 +321,7 @@ def check_rows(
     Raises:
         ConfigError: dtype, shape or device does not fit.
     """
-    if isinstance(data, Tensor):
-        require_no_grad(name, data)
-    if scales is None:
-        require_tensor(name, data, dtypes=_BF16, shape=(None, None), device=device)
-        return Rows(packed(data), None)
-    dtypes = _BYTE_DTYPES if opaque_scales else _FP8_DTYPES
-    require_tensor(name, data, dtypes=dtypes, shape=(None, None), device=device)
-    num_tokens, size = data.shape
-    num_scales: int | None = None
-    if not opaque_scales:
-        if size % CHANNELS_PER_SCALE:
-            require(False, f"hidden of {name}", size, f"with FP8: multiples of {CHANNELS_PER_SCALE}")
-        num_scales = size // CHANNELS_PER_SCALE
-        if isinstance(scales, Tensor) and scales.dtype == torch.int32:
-            num_scales = -(-num_scales // SCALES_PER_WORD)
-    require_tensor(
-        f"scales of {name}",
-        scales,
-        dtypes=_SCALE_DTYPES,
-        shape=(num_tokens, num_scales),
-        device=data.device if device is None else device,
-    )
-    if scales.shape[1] == 0:
-        require(False, f"columns of scales of {name}", 0, "≥ 1")
-    return as_rows(data, scales)
+    return Rows(*require_rows(name, data, scales, device, opaque_scales))
 
 
 def check_nvfp4_rows(

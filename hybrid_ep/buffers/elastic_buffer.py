@@ -23,10 +23,8 @@ from hybrid_ep.buffers.elastic_calls import (
     Event,
 )
 from hybrid_ep.buffers.elastic_handle import EPHandle
-from hybrid_ep.buffers.elastic_repeats import READS, ROWS
 from hybrid_ep.checks import MAX_BYTES, require, require_int, unsupported
 from hybrid_ep.core.event import EventOverlap
-from hybrid_ep.core.repeatable import first, repeatable
 
 __all__ = ["EPBuffer", "ElasticBuffer"]
 
@@ -137,7 +135,6 @@ class ElasticBuffer(ElasticCalls):
             timeout_s=timeout_s,
         )
 
-    @repeatable(reads=READS)
     @collective("dispatch")
     def dispatch(
         self,
@@ -210,7 +207,7 @@ class ElasticBuffer(ElasticCalls):
             >>> recv_idx.tolist(), combined_x[:, 0].tolist()
             ([[0, 1], [1, -1], [-1, -1], [-1, -1]], [3.0, 3.0])
         """
-        made = self._dispatch(
+        return self._dispatch(
             x,
             topk_idx,
             topk_weights,
@@ -232,9 +229,7 @@ class ElasticBuffer(ElasticCalls):
                 use_tma_aligned_col_major_sf,
             ),
         )
-        return first(*made)
 
-    @repeatable(reads=READS, rows=ROWS)
     @collective("combine")
     def combine(
         self,
@@ -271,7 +266,7 @@ class ElasticBuffer(ElasticCalls):
             ConfigError: an argument does not fit the handle at any rank, or ranks differ.
             TimeoutError, TransportError: a rank was lost; on the cuda engine from a later call.
         """
-        made = self._combine(
+        return self._combine(
             x,
             handle,
             topk_weights,
@@ -282,7 +277,6 @@ class ElasticBuffer(ElasticCalls):
             previous_event_before_epilogue,
             async_with_compute_stream,
         )
-        return first(*made)
 
 
 class EPBuffer(ElasticCalls):
@@ -363,7 +357,6 @@ class EPBuffer(ElasticCalls):
         if isinstance(plan, BufferAllocator):
             plan.materialize(self)
 
-    @repeatable(reads=READS)
     @collective("dispatch")
     def dispatch(
         self,
@@ -401,7 +394,7 @@ class EPBuffer(ElasticCalls):
         """
         require(not do_handle_copy, "do_handle_copy", do_handle_copy, "False")
         _check_defer(defer_epilogue, async_with_compute_stream)
-        result, repeat = self._dispatch(
+        result = self._dispatch(
             x,
             topk_idx,
             topk_weights,
@@ -423,9 +416,8 @@ class EPBuffer(ElasticCalls):
                 use_tma_aligned_col_major_sf,
             ),
         )
-        return _deferred(result[-1], result[:-1]) if defer_epilogue else first(result, repeat)
+        return _deferred(result[-1], result[:-1]) if defer_epilogue else result
 
-    @repeatable(reads=READS, rows=ROWS)
     @collective("combine")
     def combine(
         self,
@@ -451,10 +443,10 @@ class EPBuffer(ElasticCalls):
             TimeoutError, TransportError: as `ElasticBuffer.combine`.
         """
         _check_defer(defer_epilogue, async_with_compute_stream)
-        result, repeat = self._combine(
+        result = self._combine(
             x, handle, topk_weights, bias, num_sms, num_qps, previous_event, None, async_with_compute_stream
         )
-        return _deferred(result[-1], result[:-1]) if defer_epilogue else first(result, repeat)
+        return _deferred(result[-1], result[:-1]) if defer_epilogue else result
 
 
 def _check_defer(defer_epilogue: bool, async_with_compute_stream: bool) -> None:

@@ -6,6 +6,7 @@ results. elastic_buffer.py has the two classes, with the signatures of DeepEP 2.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -15,18 +16,14 @@ from torch import Tensor
 from hybrid_ep import env
 from hybrid_ep.buffers.base import check_bias, check_rows, check_weights, resolve_group
 from hybrid_ep.buffers.elastic_handle import Counts, EPHandle
-from hybrid_ep.buffers.elastic_repeats import repeat_along, repeat_combine, repeat_dispatch
 from hybrid_ep.buffers.load_balance import LoadBalanceCalls
-from hybrid_ep.buffers.repeats import up_to
 from hybrid_ep.checks import MAX_BYTES, MAX_TOPK, require, require_bool, require_int
-from hybrid_ep.core.checks import are_packed, packed, packed_copy, require_tensor
+from hybrid_ep.core.checks import packed, require_tensor
 from hybrid_ep.core.event import EventHandle, EventOverlap, as_overlap
-from hybrid_ep.core.repeatable import Repeat
 from hybrid_ep.core.streams import is_capturing
 from hybrid_ep.engine.calls import (
     CachedDispatchRequest,
     CombineRequest,
-    DispatchHandle,
     DispatchRequest,
     PermuteHandle,
     Routing,
@@ -282,8 +279,8 @@ class ElasticCalls(LoadBalanceCalls):
         stats: Tensor | None,
         handle: EPHandle | None,
         options: DispatchOptions,
-    ) -> tuple[DispatchResult, Repeat | None]:
-        """A dispatch of either class, and how it can be repeated."""
+    ) -> DispatchResult:
+        """A dispatch of either class."""
         engine = self.engine
         data, scales = _parts(x)
         _check_flags(options)
@@ -294,17 +291,16 @@ class ElasticCalls(LoadBalanceCalls):
         with self._comm_stream.scope(options.previous_event, async_finish):
             # Here, because it may copy scales.
             rows = check_rows("x", data, scales, device=engine.device, opaque_scales=True)
-            request: DispatchRequest | CachedDispatchRequest
             if handle is None:
                 routing, sizes = self._routing(rows, topk_idx, topk_weights, options)
                 self._check_stats(stats, routing.num_experts, rows.data.device)
                 request = self._request(rows, routing, sizes, num_sms, options)
-                received, recv_idx, recv_weights, handle = self._send(request, sizes)
+                received, recv_idx, recv_weights, handle = self._send(request, sizes, bool(options.do_handle_copy))
             else:
                 self._check_cached(handle, rows, topk_idx, topk_weights, options)
                 self._check_stats(stats, handle.num_experts, rows.data.device)
-                request = CachedDispatchRequest(rows, num_sms or handle.asked_num_sms)
-                received, recv_idx, recv_weights = self._send_again(request, packed(topk_weights), handle)
+                along = CachedDispatchRequest(rows, num_sms or handle.asked_num_sms)
+                received, recv_idx, recv_weights = self._send_again(along, packed(topk_weights), handle)
             if stats is not None:
                 stats.add_(handle.num_unaligned_recv_tokens_per_expert)
             if before_epilogue is not None:
@@ -314,24 +310,7 @@ class ElasticCalls(LoadBalanceCalls):
         tensors = (*rows, topk_idx, topk_weights, stats, *received, recv_idx, recv_weights, *handle.tensors())
         event = self._comm_stream.finish(options.previous_event, async_finish, tensors)
         recv_x = received.data if received.scales is None else (received.data, received.scales)
-        result = recv_x, recv_idx, recv_weights, handle, event
-        has_events = options.previous_event is not None or before_epilogue is not None or async_finish
-        if has_events or options.use_tma_aligned_col_major_sf or not self._is_as_given(rows, x, topk_weights):
-            return result, None
-        if isinstance(request, CachedDispatchRequest):
-            repeats = topk_weights is None and handle.grid is self.grid
-            return result, repeat_along(self, request, x, handle) if repeats else None
-        # A call that looks at the values of the indices does so each time.
-        assert topk_idx is not None
-        repeats = topk_idx.is_cuda and are_packed(topk_idx)
-        copies = bool(options.do_handle_copy)
-        return result, repeat_dispatch(self, request, x, handle, copies_topk=copies) if repeats else None
-
-    @staticmethod
-    def _is_as_given(rows: Rows, x: Tensor | tuple[Tensor, Tensor], topk_weights: Tensor | None) -> bool:
-        """Whether neither rows, scales nor weights had to be copied to be packed."""
-        data, scales = _parts(x)
-        return are_packed(data, topk_weights) and rows.scales is scales
+        return recv_x, recv_idx, recv_weights, handle, event
 
     def _combine(
         self,
@@ -344,8 +323,8 @@ class ElasticCalls(LoadBalanceCalls):
         previous_event: Event | None,
         previous_event_before_epilogue: Event | None,
         async_finish: bool,
-    ) -> tuple[CombineResult, Repeat | None]:
-        """A combine of either class, and how it can be repeated."""
+    ) -> CombineResult:
+        """A combine of either class."""
         engine = self.engine
         before_epilogue = as_overlap("previous_event_before_epilogue", previous_event_before_epilogue)
         require_int("num_sms", num_sms, minimum=0)
@@ -372,11 +351,7 @@ class ElasticCalls(LoadBalanceCalls):
             if before_epilogue is not None:
                 before_epilogue.current_stream_wait()
         tensors = (x, topk_weights, *biases, *combined)
-        result = *combined, self._comm_stream.finish(previous_event, async_finish, tensors)
-        has_events = previous_event is not None or before_epilogue is not None or async_finish
-        if has_events or not are_packed(x, topk_weights, *biases) or handle.grid is not self.grid:
-            return result, None
-        return result, repeat_combine(self, request, bias, handle)
+        return *combined, self._comm_stream.finish(previous_event, async_finish, tensors)
 
     def _routing(
         self, rows: Rows, topk_idx: Tensor | None, topk_weights: Tensor | None, options: DispatchOptions
@@ -397,8 +372,8 @@ class ElasticCalls(LoadBalanceCalls):
         require_int("num_max_tokens_per_rank", most, minimum=0)
         alignment = 1 if options.expert_alignment is None else options.expert_alignment
         require_int("expert_alignment", alignment, minimum=1)
-        kept = packed_copy(topk_idx) if options.do_handle_copy else packed(topk_idx)
-        return Routing(kept, packed(topk_weights), options.num_experts, max_tokens=most), (most, alignment)
+        routing = Routing(packed(topk_idx), packed(topk_weights), options.num_experts, max_tokens=most)
+        return routing, (most, alignment)
 
     def _request(
         self, rows: Rows, routing: Routing, sizes: tuple[int, int], num_sms: int | None, options: DispatchOptions
@@ -418,10 +393,17 @@ class ElasticCalls(LoadBalanceCalls):
         return DispatchRequest(rows, routing, bound, num_sms, pad_multiple=alignment, drops_rows=True)
 
     def _send(
-        self, request: DispatchRequest, sizes: tuple[int, int]
+        self, request: DispatchRequest, sizes: tuple[int, int], copies_topk: bool
     ) -> tuple[Rows, Tensor | None, Tensor | None, EPHandle]:
-        """Dispatches; returns rows, experts and weights that arrived, and the handle."""
-        (most, alignment), engine = sizes, self.engine
+        """Dispatches; returns rows, experts and weights that arrived, and the handle.
+
+        Args:
+            request: of the call.
+            sizes: M and the alignment.
+            copies_topk: whether the handle has a copy of the routing.
+        """
+        (most, alignment), engine, topk_idx = sizes, self.engine, request.routing.topk_idx
+        on_host: Tensor | list[int] | None
         permute: PermuteHandle | None = None
         recv_idx = None
         if request.pad_multiple:
@@ -432,21 +414,23 @@ class ElasticCalls(LoadBalanceCalls):
             by_source = engine.dispatch(request)
             received, recv_idx, recv_weights = by_source.rows, by_source.topk_idx, by_source.topk_weights
             dispatch = by_source.handle
-            on_host = by_source.num_tokens_per_expert  # type: ignore[assignment]
+            on_host = by_source.num_tokens_per_expert
         has_bound = request.bound is not None
+        counts: list[int] = []
+        if not has_bound:
+            assert on_host is not None
+            exact = on_host if isinstance(on_host, list) else on_host.tolist()
+            counts = [-(-count // alignment) * alignment for count in exact]
         handle = EPHandle(
             buffer=self,
             expert_alignment=alignment,
             num_max_tokens_per_rank=most,
             asked_num_sms=request.num_sms,
-            topk_idx=request.routing.topk_idx,
+            topk_idx=engine.sent_topk_idx(dispatch, topk_idx) if copies_topk else topk_idx,
             num_recv_tokens=most * self.group_size if has_bound else dispatch.num_recv,
-            num_recv_tokens_per_expert_list=[] if has_bound else up_to(on_host.tolist(), alignment),
-            counts=Counts.of(
-                self._rows_by_scaleup_rank(dispatch),
-                engine.tokens_per_expert(dispatch),
-                alignment,
-                permute is not None,
+            num_recv_tokens_per_expert_list=counts,
+            counts=functools.partial(
+                Counts.of, type(engine), dispatch, self.num_scaleout_ranks, alignment, permute is not None
             ),
             dispatch=dispatch,
             permute=permute,
@@ -471,14 +455,6 @@ class ElasticCalls(LoadBalanceCalls):
             return received, handle.recv_topk_idx.clone(), None
         by_source = engine.dispatch_again(rows, handle.topk_idx, weights, handle.dispatch, num_sms=num_sms)
         return by_source.rows, by_source.topk_idx, by_source.topk_weights
-
-    def _rows_by_scaleup_rank(self, dispatch: DispatchHandle) -> Tensor:
-        """``[scale-up ranks]`` int32: running sum of the rows that came by each rank of the logical domain."""
-        by_source = self.engine.rows_by_source(dispatch)
-        if self.num_scaleout_ranks == 1:
-            return by_source
-        own = by_source.diff(prepend=torch.zeros_like(by_source[:1]))
-        return own.view(self.num_scaleout_ranks, -1).sum(0).cumsum(0, dtype=torch.int32)
 
     def _check_handle(self, handle: EPHandle) -> None:
         require(isinstance(handle, EPHandle), "handle", type(handle).__name__, "a handle that dispatch returned")

@@ -1,8 +1,7 @@
 """`EPHandle`: the handle of a dispatch of `ElasticBuffer` or `EPBuffer`, with DeepEP's attributes.
 
-Counts are made with the dispatch. After a dispatch that repeats an earlier one, they are computed when a stream first
-reads them, from what the kernel has written. Attributes that only DeepEP's own programs read are always computed when
-they are first read.
+Counts are computed when a stream first reads them, from what the dispatch has written. Attributes that only DeepEP's
+own programs read are computed when they are first read, too.
 """
 
 from __future__ import annotations
@@ -43,8 +42,22 @@ class Counts(NamedTuple):
     per_expert: Tensor
 
     @classmethod
-    def of(cls, per_scaleup_rank: Tensor, per_expert: Tensor, alignment: int, do_expand: bool) -> Counts:
-        """Counts from those of ranks and experts."""
+    def of(
+        cls, engine: type[Engine], dispatch: DispatchHandle, num_scaleout_ranks: int, alignment: int, do_expand: bool
+    ) -> Counts:
+        """Counts of a dispatch, on the current stream.
+
+        Args:
+            engine: the class of the engine that has made it. The engine itself may be closed by now.
+            dispatch: its handle.
+            num_scaleout_ranks: logical domains.
+            alignment: counts are rounded up to multiples of it.
+            do_expand: whether rows are by expert.
+        """
+        per_scaleup_rank, per_expert = engine.rows_by_source(dispatch), engine.tokens_per_expert(dispatch)
+        if num_scaleout_ranks > 1:
+            own = per_scaleup_rank.diff(prepend=torch.zeros_like(per_scaleup_rank[:1]))
+            per_scaleup_rank = own.view(num_scaleout_ranks, -1).sum(0).cumsum(0, dtype=torch.int32)
         aligned = per_expert if alignment == 1 else (per_expert + (alignment - 1)) // alignment * alignment
         ends = aligned.cumsum(0, dtype=torch.int32)
         if do_expand and alignment > 1:
@@ -98,7 +111,7 @@ class EPHandle(OfThisProcess):
         topk_idx: Tensor,
         num_recv_tokens: int,
         num_recv_tokens_per_expert_list: list[int],
-        counts: Counts | Callable[[], Counts],
+        counts: Callable[[], Counts],
         dispatch: DispatchHandle,
         permute: PermuteHandle | None,
         recv_topk_idx: Tensor | None,
@@ -114,7 +127,7 @@ class EPHandle(OfThisProcess):
         self.num_recv_tokens_per_expert_list = num_recv_tokens_per_expert_list
         # Used by the buffer alone.
         self._counts = counts
-        self._counts_of_streams: dict[int | None, Counts] = {}  # that were computed later
+        self._counts_of_streams: dict[int | None, Counts] = {}
         self.asked_num_sms = asked_num_sms
         self.dispatch, self.permute = dispatch, permute
         self.grid, self.num_tokens, self.num_topk = dispatch.grid, dispatch.num_tokens, dispatch.num_topk
@@ -143,8 +156,6 @@ class EPHandle(OfThisProcess):
 
     @property
     def _found_counts(self) -> Counts:
-        if isinstance(self._counts, Counts):
-            return self._counts
         device = self.topk_idx.device.index
         # Of each stream, for nothing orders one stream after what another has computed.
         stream = None if device is None else current_raw_stream(device)
@@ -157,8 +168,7 @@ class EPHandle(OfThisProcess):
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """The tensors that were made with it."""
-        counts = self._counts if isinstance(self._counts, Counts) else ()
-        return self.topk_idx, self.recv_topk_idx, *counts
+        return self.topk_idx, self.recv_topk_idx
 
     def _version_now(self) -> int | None:
         return None if self.topk_idx.is_inference() else self.topk_idx._version

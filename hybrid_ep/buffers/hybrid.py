@@ -14,35 +14,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep.buffers.collective import collective
-from hybrid_ep.buffers.hybrid_arguments import MAX_PAD, check_made_with, own
+from hybrid_ep.buffers.hybrid_arguments import MAX_PAD, as_given, check_made_with
 from hybrid_ep.buffers.hybrid_config import BufferConfig, Configurer, HybridEpConfigInstance
 from hybrid_ep.buffers.hybrid_handles import HybridHandle
 from hybrid_ep.buffers.hybrid_maps import combine_with_probs, send_along
 from hybrid_ep.buffers.hybrid_permuted import PermutedCalls
-from hybrid_ep.buffers.hybrid_repeats import (
-    SIZES,
-    as_given,
-    repeat_along,
-    repeat_combine,
-    repeat_combine_dense,
-    repeat_dispatch,
-)
 from hybrid_ep.checks import MAX_TOPK, require, require_int
-from hybrid_ep.core.checks import Passed, are_packed, packed, require_tensor
+from hybrid_ep.core.checks import packed, packed_copy, require_tensor
 from hybrid_ep.core.layout import (
     columns_of_experts,
     experts_of_columns,
     indices_to_map,
     weights_to_probs,
 )
-from hybrid_ep.core.repeatable import first, repeatable
 from hybrid_ep.engine.calls import CachedDispatchRequest, CombineRequest, Dispatched, DispatchRequest, Rows
 
 __all__ = ["HybridEPBuffer", "indices_to_map"]
-
-# Of the handle: what combines and dispatches with it must have alike.
-_READ_BY_COMBINE = "grid", "num_of_tokens_per_rank", "num_topk", "num_experts", "is_map"
-_READ_BY_DISPATCH = *_READ_BY_COMBINE, "num_recv"
 
 
 class HybridEPBuffer(PermutedCalls):
@@ -130,7 +117,6 @@ class HybridEPBuffer(PermutedCalls):
             )
         )
         self._first_sizes = dataclasses.replace(self.configurer.buffer_config)
-        self._passed = Passed()
         self._num_sms_dispatch = _num_sms("num_sms_dispatch_api", num_sms_dispatch_api)
         self._num_sms_combine = _num_sms("num_sms_combine_api", num_sms_combine_api)
         self._num_sms_permute = _num_sms("num_blocks_permute", num_blocks_permute)
@@ -198,7 +184,6 @@ class HybridEPBuffer(PermutedCalls):
     def empty_jit_cache(self) -> None:
         """Does nothing: kernels are compiled ahead of time, so there is no cache."""
 
-    @repeatable(reads={"self": SIZES, "handle": _READ_BY_DISPATCH})
     @collective("dispatch")
     def dispatch(
         self,
@@ -262,8 +247,7 @@ class HybridEPBuffer(PermutedCalls):
             )
             along = self._probs_along if handle.is_map else self._weights_along
             weights = along(handle.routing, num_experts, topk_idx, topk_weights, probs, routing_map)
-            is_as_given = rows.scales is scaling_factor and are_packed(hidden)
-            return self._along(handle, rows, as_bytes, weights, is_as_given)
+            return self._along(handle, rows, as_bytes, weights)
         rows, as_bytes, routing = self._rows_and_routing(
             hidden, scaling_factor, topk_idx, topk_weights, num_of_experts, probs, routing_map
         )
@@ -278,30 +262,24 @@ class HybridEPBuffer(PermutedCalls):
         if bound is not None:
             routing = routing._replace(max_tokens=self._max_tokens)
         wanted = DispatchRequest(rows, routing, bound, num_sms, experts, self._max_tokens * self.group_size)
-        repeat = None
-        # A call that looks at the values of the indices does so each time.
-        is_as_given = rows.scales is scaling_factor and routing.topk_idx is topk_idx and topk_idx.is_cuda
-        if is_as_given and num_dispatched_tokens_tensor is None and are_packed(hidden, topk_weights):
-            again = engine.repeat_of(wanted, returns_topk=True, num_received=experts[1] - experts[0])
-            repeat = repeat_dispatch(again, as_bytes)
         result = engine.dispatch(wanted)
         if routing.has_topk:
-            known = own(routing.topk_idx, topk_idx)
+            known = engine.sent_topk_idx(result.handle, routing.topk_idx)
             assert result.topk_idx is not None
             # A copy, because a handle must not hold the slot.
             received_experts, received_probs = result.topk_idx.clone(), _probs_of(result, experts)
         else:
             assert routing_map is not None
-            known = own(packed(routing_map), routing_map)
+            known = packed_copy(routing_map)
             sent_probs = None if probs is None else torch.where(known, probs, 0.0)
             received_map, received_probs = send_along(engine, result.handle, experts, known, sent_probs, num_sms)
             assert received_map is not None
             received_experts = received_map
         made = HybridHandle(known, received_experts, result.handle, self._sizes(0))
-        return first((as_given(result.rows.data, as_bytes), received_probs, result.rows.scales, made), repeat)
+        return as_given(result.rows.data, as_bytes), received_probs, result.rows.scales, made
 
     def _along(
-        self, handle: HybridHandle, rows: Rows, as_bytes: bool, weights: Tensor | None, is_as_given: bool
+        self, handle: HybridHandle, rows: Rows, as_bytes: bool, weights: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None, HybridHandle]:
         """Dispatches along the routes of a handle.
 
@@ -310,14 +288,11 @@ class HybridEPBuffer(PermutedCalls):
             rows: as the engine takes them.
             as_bytes: whether they are returned as uint8.
             weights: in the columns of `handle.routing`.
-            is_as_given: whether `rows` has the tensors that the caller has given.
         """
         engine, num_sms = self.engine, self._num_sms_dispatch
-        experts, probs, repeat = self._experts_of_domain(handle.num_experts), None, None
+        experts, probs = self._experts_of_domain(handle.num_experts), None
         if weights is None or handle.is_map:
             request = CachedDispatchRequest(rows, num_sms)
-            if weights is None and is_as_given and handle.grid is self.grid:
-                repeat = repeat_along(engine.repeat_of_cached(request, handle.dispatch), as_bytes)
             received = engine.dispatch_cached(request, handle.dispatch)
             if weights is not None:
                 _, probs = send_along(engine, handle.dispatch, experts, None, weights, num_sms)
@@ -326,9 +301,8 @@ class HybridEPBuffer(PermutedCalls):
                 rows, handle.routing, weights, handle.dispatch, expert_range=experts, num_sms=num_sms
             )
             received, probs = again.rows, _probs_of(again, experts)
-        return first((as_given(received.data, as_bytes), probs, received.scales, handle), repeat)
+        return as_given(received.data, as_bytes), probs, received.scales, handle
 
-    @repeatable(reads={"handle": _READ_BY_COMBINE}, rows=("handle", "num_recv", "hidden", "probs"))
     @collective("combine")
     def combine(
         self, hidden: Tensor, probs: Tensor | None = None, handle: HybridHandle | None = None
@@ -355,24 +329,17 @@ class HybridEPBuffer(PermutedCalls):
         experts = begin, end = self._experts_of_domain(dispatch.num_experts)
         self._check_combined(hidden, probs, (received.shape[0], end - begin))
         request = CombineRequest(packed(hidden), num_sms=self._num_sms_combine)
-        repeats = handle.grid is self.grid and are_packed(hidden, probs)
         if probs is None:
-            repeat = repeat_combine(engine.repeat_of_combine(request, dispatch)) if repeats else None
-            return first((engine.combine(request, dispatch).data, None), repeat)
+            return engine.combine(request, dispatch).data, None
         if handle.is_map:
             sent_probs = torch.where(received, probs, 0.0)
             combined = combine_with_probs(engine, request, sent_probs, experts, dispatch)
             return combined.data, combined.weights
         request = request._replace(weights=columns_of_experts(received, probs))
-        repeat = None
-        if repeats:
-            repeat = repeat_combine_dense(engine.repeat_of_combine_dense(request, dispatch, end - begin))
         combined = engine.combine(request, dispatch)
         assert combined.weights is not None
         # Columns of the same expert have the same value.
-        return first(
-            (combined.data, experts_of_columns(handle.routing, combined.weights, dispatch.num_experts)), repeat
-        )
+        return combined.data, experts_of_columns(handle.routing, combined.weights, dispatch.num_experts)
 
     def _experts_of_domain(self, num_experts: int) -> tuple[int, int]:
         """(first, end) of the experts that a plain dispatch reports."""

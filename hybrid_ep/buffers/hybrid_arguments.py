@@ -10,10 +10,10 @@ import functools
 import torch
 from torch import Tensor
 
-from hybrid_ep.buffers.base import BaseBuffer, as_rows, check_rows, check_weights
+from hybrid_ep.buffers.base import BaseBuffer, check_rows, check_weights
 from hybrid_ep.buffers.hybrid_config import BufferConfig, Configurer, HybridEpConfigInstance
 from hybrid_ep.checks import MAX_TOPK, require, require_int
-from hybrid_ep.core.checks import Passed, packed, packed_copy, require_plain, require_tensor, traits
+from hybrid_ep.core.checks import packed, require_plain, require_tensor
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.layout import (
     indices_to_map,
@@ -25,7 +25,7 @@ from hybrid_ep.core.layout import (
 from hybrid_ep.engine.calls import DispatchHandle, Routing, Rows
 from hybrid_ep.errors import ConfigError
 
-__all__ = ["MAX_PAD", "HybridArguments", "check_made_with", "own"]
+__all__ = ["MAX_PAD", "HybridArguments", "as_given", "check_made_with"]
 
 MAX_PAD = 1 << 16  # so that rows with padding can be counted in 32 bits
 _TOKENS_MULTIPLE = 16  # as Hybrid-EP grows
@@ -35,7 +35,6 @@ class HybridArguments(BaseBuffer):
     """The checks of a HybridEPBuffer's calls."""
 
     configurer: Configurer
-    _passed: Passed
     _first_sizes: BufferConfig  # of the constructor; those of the configurer grow
     _max_experts_per_token: int
 
@@ -81,25 +80,17 @@ class HybridArguments(BaseBuffer):
         no_sync: bool = False,
         in_parts: bool = False,
     ) -> tuple[Rows, bool, Routing]:
-        """Checks rows, as `_rows` does, and routing; skipped if arguments with the same traits have passed before."""
+        """Checks rows, as `_rows` does, and routing."""
         if num_experts is None:
             if routing_map is not None:
                 require_plain("routing_map", routing_map)
                 num_experts = routing_map.shape[1] if routing_map.dim() == 2 else None
             num_experts = num_experts or self._first_sizes.num_of_experts_per_rank * self.group_size
         require_int("num_of_experts", num_experts, minimum=1, multiple_of=self.group_size)
-        given = traits(hidden, scaling_factor, topk_idx, topk_weights, probs, routing_map), num_experts
-        if given in self._passed:
-            assert topk_idx is not None
-            data, scaling_factor, as_bytes = _as_e4m3(hidden, scaling_factor)
-            routing = Routing(packed(topk_idx), packed(topk_weights), num_experts)
-            return as_rows(data, scaling_factor), as_bytes, routing
         rows, as_bytes = self._rows(hidden, scaling_factor)
         routing = self._routing(
             rows, topk_idx, topk_weights, num_experts, probs, routing_map, no_sync=no_sync, in_parts=in_parts
         )
-        if topk_idx is not None and topk_idx.is_cuda:
-            self._passed.add(given)  # no value has been looked at
         return rows, as_bytes, routing
 
     def _rows(self, hidden: Tensor, scaling_factor: Tensor | None) -> tuple[Rows, bool]:
@@ -160,22 +151,17 @@ class HybridArguments(BaseBuffer):
         require(rows.data.shape[0] == sent, "rows of hidden", rows.data.shape[0], f"{sent}, as with this handle")
 
     def _check_combined(self, hidden: Tensor, probs: Tensor | None, shape: tuple[int, ...]) -> None:
-        """Checks the arguments of a combine; skipped if arguments with the same traits have passed before.
+        """Checks the arguments of a combine.
 
         Args:
             hidden: the rows.
             probs: of the rows.
             shape: of `probs`; the first size is the number of rows.
         """
-        given = "combined", traits(hidden, probs), shape
-        if given in self._passed:
-            return
         check_rows("hidden", hidden, None, device=self.engine.device)
         require(hidden.shape[0] == shape[0], "rows of hidden", hidden.shape[0], f"{shape[0]}, as received")
         if probs is not None:
             check_weights("probs", probs, shape, hidden.device)
-        if hidden.is_cuda:
-            self._passed.add(given)
 
     def _weights_along(
         self,
@@ -280,9 +266,9 @@ def check_made_with(*given: tuple[str, int | None, int]) -> None:
             require(False, name, value, f"{made_with}, as with this handle")
 
 
-def own(routing: Tensor, given: Tensor | None) -> Tensor:
-    """A routing for a handle: the caller may overwrite the one that it has given."""
-    return packed_copy(routing) if routing is given else routing
+def as_given(data: Tensor, as_bytes: bool) -> Tensor:
+    """Returns e4m3 rows in the dtype in which the caller passed them."""
+    return data.view(torch.uint8) if as_bytes else data
 
 
 @functools.lru_cache

@@ -6,19 +6,11 @@ import torch
 from torch import Tensor
 
 from hybrid_ep.buffers.collective import collective
-from hybrid_ep.buffers.hybrid_arguments import MAX_PAD, HybridArguments, check_made_with, own
+from hybrid_ep.buffers.hybrid_arguments import MAX_PAD, HybridArguments, as_given, check_made_with
 from hybrid_ep.buffers.hybrid_handles import PermutedHandle
-from hybrid_ep.buffers.hybrid_repeats import (
-    SIZES,
-    as_given,
-    repeat_permuted,
-    repeat_permuted_along,
-    repeat_unpermute,
-)
 from hybrid_ep.checks import MAX_TOPK, require, require_bool, require_int
-from hybrid_ep.core.checks import are_packed, packed
+from hybrid_ep.core.checks import packed
 from hybrid_ep.core.layout import weights_to_probs, widest_token
-from hybrid_ep.core.repeatable import first, repeatable
 from hybrid_ep.engine.calls import CachedDispatchRequest, CombineRequest, DispatchRequest, Rows
 
 __all__ = ["PermutedCalls"]
@@ -36,7 +28,6 @@ class PermutedCalls(HybridArguments):
     _num_sms_permute: int | None
     _num_sms_unpermute: int | None
 
-    @repeatable(reads={"self": SIZES, "handle": _READ_BY_DISPATCH})
     @collective("dispatch_with_permute")
     def dispatch_with_permute(
         self,
@@ -177,12 +168,6 @@ class PermutedCalls(HybridArguments):
             num_expert_sms=self._num_sms_permute,
             drops_rows=non_blocking,
         )
-        repeat = None
-        waits_twice = not non_blocking and bound is not None  # for its counts, and for the rows
-        # A call that looks at the values of the indices does so each time.
-        is_as_given = rows.scales is scaling_factor and routing.topk_idx is topk_idx and topk_idx.is_cuda
-        if is_as_given and not waits_twice and are_packed(hidden, topk_weights):
-            repeat = repeat_permuted(engine.repeat_of_permuted(request), as_bytes, pad)
         result = engine.dispatch_permuted(request)
         tokens_per_expert = result.num_tokens_per_expert.to(torch.int64)
         if non_blocking and routing_map is not None and routing.num_experts > num_parts * MAX_TOPK:
@@ -192,11 +177,11 @@ class PermutedCalls(HybridArguments):
             tokens_per_expert = tokens_per_expert.to("cpu")
             if bound is not None:
                 engine.raise_pending()  # the copy has waited for the dispatch
-        known = own(routing.topk_idx, topk_idx)
+        known = routing.topk_idx
+        if known is topk_idx:
+            known = engine.sent_topk_idx(result.handle.dispatch, known)
         made = PermutedHandle(known, result.handle, tokens_per_expert, self._sizes(pad), num_parts)
-        return first(
-            (as_given(result.rows.data, as_bytes), result.probs, result.rows.scales, tokens_per_expert, made), repeat
-        )
+        return as_given(result.rows.data, as_bytes), result.probs, result.rows.scales, tokens_per_expert, made
 
     def _permuted_along(
         self,
@@ -225,14 +210,9 @@ class PermutedCalls(HybridArguments):
             )
             return as_given(again.rows.data, as_bytes), again.probs, again.rows.scales, counts, handle
         request = CachedDispatchRequest(rows, self._num_sms_dispatch, self._num_sms_permute)
-        is_as_given = rows.scales is scaling_factor and num_parts == 1 and are_packed(hidden)
-        repeat = None
-        if is_as_given and handle.grid is self.grid:
-            repeat = repeat_permuted_along(engine.repeat_of_permuted_cached(request, permute), as_bytes, non_blocking)
         cached = engine.dispatch_permuted_cached(request, permute)
-        return first((as_given(cached.data, as_bytes), None, cached.scales, counts, handle), repeat)
+        return as_given(cached.data, as_bytes), None, cached.scales, counts, handle
 
-    @repeatable(reads={"handle": _READ_BY_COMBINE}, rows=("handle", "num_permuted", "hidden", "probs"))
     @collective("combine")
     def combine_with_unpermute(
         self,
@@ -270,15 +250,12 @@ class PermutedCalls(HybridArguments):
         if pad_multiple and pad_multiple != permute.pad_multiple:
             require(False, "pad_multiple", pad_multiple, f"{permute.pad_multiple}, as dispatched")
         request = CombineRequest(packed(hidden), packed(probs), (), self._num_sms_combine, self._num_sms_unpermute)
-        repeat = None
-        if handle.num_parts == 1 and handle.grid is self.grid and are_packed(hidden, probs):
-            repeat = repeat_unpermute(engine.repeat_of_combine_permuted(request, permute, is_dense=True))
         combined = engine.combine_permuted(request, permute)
         data, num_parts, dense = combined.data, handle.num_parts, None
         if combined.weights is not None:
             dense = weights_to_probs(handle.topk_idx, combined.weights, permute.dispatch.num_experts)
         if num_parts == 1:
-            return first((data, dense), repeat)
+            return data, dense
         data = _sum_of_parts(data.float(), num_parts).to(data.dtype)
         return data, None if dense is None else _sum_of_parts(dense, num_parts)
 

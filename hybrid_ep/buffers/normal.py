@@ -22,32 +22,27 @@ from hybrid_ep.buffers.collective import collective
 from hybrid_ep.buffers.load_balance import LoadBalanceCalls
 from hybrid_ep.buffers.local_memory import LocalMemory
 from hybrid_ep.buffers.low_latency import LowLatencyCalls
-from hybrid_ep.buffers.normal_arguments import NormalArguments, Parts, Tokens, as_given, parts_of
-from hybrid_ep.buffers.repeats import repeat_along, repeat_combine, repeat_dispatch, up_to
+from hybrid_ep.buffers.normal_arguments import (
+    NormalArguments,
+    Tokens,
+    as_given,
+    check_sizes,
+    checked,
+    parts_of,
+)
 from hybrid_ep.checks import MAX_BYTES, require, require_bool, require_int
-from hybrid_ep.core import kernels
-from hybrid_ep.core.checks import Passed, are_packed, packed, row_traits, traits
+from hybrid_ep.core.calls import plain_tensors
+from hybrid_ep.core.checks import packed
 from hybrid_ep.core.config import Config
 from hybrid_ep.core.event import EventHandle, EventOverlap
-from hybrid_ep.core.layout import compute_layout, layout_by_kernel
-from hybrid_ep.core.repeatable import Repeat, first, repeatable
-from hybrid_ep.engine.calls import (
-    DispatchedFields,
-    DispatchHandle,
-)
+from hybrid_ep.core.layout import compute_layout
+from hybrid_ep.engine.calls import DispatchHandle, DispatchRequest
 
 __all__ = ["Buffer", "topk_idx_t"]
 
 topk_idx_t = torch.int64
 
 _X = TypeVar("_X", Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor])
-
-# What calls must have in common for one to repeat the other, beside what tensors and numbers tell.
-_READS = {
-    "self": ("_num_sms_without_config",),
-    "handle": ("grid", "num_tokens", "num_topk", "num_experts"),
-    "config": ("num_sms",),
-}
 
 DispatchResult = tuple[
     Tokens,
@@ -155,7 +150,6 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
         self.lost_ranks = env.LOST_RANKS.get() if lost_ranks is None else lost_ranks
         require(self.lost_ranks in ("raise", "mask"), "lost_ranks", lost_ranks, "raise or mask")
         self._local_memory: dict[bool, Tensor] = {}
-        self._passed = Passed()
         super().__init__(group, comm, engine=engine, num_ranks_per_domain=num_ranks_per_domain, timeout_s=timeout_s)
         if enable_shrink:
             self.engine.allow_masks(only_masks_lost=self.lost_ranks == "mask")
@@ -176,7 +170,6 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
         self.close()
 
     def close(self) -> None:
-        self._passed.clear()  # its values hold the engine
         self._combine_buffer = None
         super().close()
 
@@ -225,7 +218,7 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
         require_int("num_ranks", num_ranks, minimum=1)
         return Config(Buffer.num_sms)
 
-    @repeatable()
+    @plain_tensors
     def get_dispatch_layout(
         self,
         topk_idx: Tensor,
@@ -266,11 +259,7 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
         event = self._comm_stream.finish(previous_event, async_finish, (topk_idx, *layout))
         per_rank, per_domain, per_expert, in_rank = layout
         has_domains = self.grid.num_domains > 1
-        result = per_rank, per_domain if has_domains else None, per_expert, in_rank, event
-        if not kernels.run_on(topk_idx) or not are_packed(topk_idx) or async_finish or previous_event is not None:
-            return result
-        gives = 0, 1 if has_domains else None, 2, 3, EventOverlap
-        return first(result, Repeat(layout_by_kernel(topk_idx, *sizes), ("topk_idx",), gives))
+        return per_rank, per_domain if has_domains else None, per_expert, in_rank, event
 
     @overload
     def dispatch(
@@ -350,7 +339,6 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
         allocate_on_comm_stream: bool = False,
     ) -> DispatchResult: ...
 
-    @repeatable(reads=_READS)
     @collective("dispatch")
     def dispatch(
         self,
@@ -432,37 +420,34 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
                 require(False, "num_worst_tokens", num_worst_tokens, f"0 or {handle.num_recv}, as with this handle")
             if is_token_in_rank is not None or num_tokens_per_rank is not None or num_tokens_per_expert is not None:
                 self._check_layout_along(handle, is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert)
-            of_handle = handle.num_tokens, handle.num_topk, handle.num_experts
-            along = "along a handle", traits(*sent, expert_alignment, num_worst_tokens), num_sms, of_handle
             with self._comm_stream.scope(previous_event, async_finish):
-                request = self._along(along, handle, sent, (expert_alignment, num_worst_tokens), num_sms)
-                received = engine.dispatch_cached(request, handle)
-            event = self._comm_stream.finish(previous_event, async_finish, (*request.rows, *received))
-            result_along = as_given(received, sent), None, None, None, None, event
-            if async_finish or previous_event is not None or handle.grid is not self.grid:
-                return result_along
-            return first(result_along, repeat_along(self._passed.get(along), x, num_worst_tokens))
+                # Here, because it may copy scales.
+                along = self._along(sent, (expert_alignment, num_worst_tokens), num_sms, handle)
+                received = engine.dispatch_cached(along, handle)
+            event = self._comm_stream.finish(previous_event, async_finish, (*along.rows, *received))
+            return as_given(received, sent), None, None, None, None, event
 
-        layout = is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert
-        sizes = expert_alignment, num_worst_tokens
-        given = traits(*sent, topk_idx, topk_weights, *layout, *sizes), num_sms
-        repeat = self._passed.get(given)
-        result: DispatchedFields
+        check_sizes(expert_alignment, num_worst_tokens)
         with self._comm_stream.scope(previous_event, async_finish):
             # Here, because it may copy scales, and make indices.
-            if repeat is None:
-                result = self._dispatch(given, sent, topk_idx, topk_weights, layout, sizes, num_sms)
-            else:
-                result = repeat(*sent[:2], topk_idx, topk_weights)
+            rows = checked(sent, engine.device)
+            routing = self._routing(
+                rows, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert
+            )
+            result = engine.dispatch(DispatchRequest(rows, routing, num_worst_tokens or None, num_sms))
+            counts = result.num_tokens_per_expert
             if topk_idx is None and num_worst_tokens == 0:
                 assert num_tokens_per_expert is not None
-                result = (*result[:3], engine.exchange_expert_counts(num_tokens_per_expert), result[4])
-        tensors = (*sent, topk_idx, topk_weights, *result[0], *result[1:3])
+                counts = engine.exchange_expert_counts(num_tokens_per_expert)
+        recv_topk_idx = None if topk_idx is None else result.topk_idx
+        tensors = (*sent, topk_idx, topk_weights, *result.rows, recv_topk_idx, result.topk_weights)
         event = self._comm_stream.finish(previous_event, async_finish, tensors)
-        shaped = _shape(result, sent, topk_idx is not None, expert_alignment, event)
-        if async_finish or previous_event is not None:
-            return shaped
-        return first(shaped, repeat_dispatch(self._passed.get(given), x, *sizes))
+        aligned: list[int] = []
+        if counts is not None:  # there is no bound
+            exact = counts if isinstance(counts, list) else counts.tolist()
+            aligned = [-(-count // expert_alignment) * expert_alignment for count in exact]
+        tokens = as_given(result.rows, sent)
+        return tokens, recv_topk_idx, result.topk_weights, aligned, result.handle, event
 
     @overload
     def combine(
@@ -503,7 +488,6 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]: ...
 
-    @repeatable(reads=_READS, rows=("handle", "num_recv", "x", "topk_weights"))
     @collective("combine")
     def combine(
         self,
@@ -554,34 +538,15 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
         self._check_handle(handle)
         biases = () if bias is None else as_biases(bias)
         num_sms = Buffer._num_sms_without_config if config is None else _sms_of(config)
-        of_rows = row_traits(handle.num_recv, x, topk_weights), traits(*biases) if biases else None
-        given = "received", *of_rows, num_sms, handle.num_tokens, handle.num_topk, handle.num_experts
         with self._comm_stream.scope(previous_event, async_finish):
-            request = self._received(given, x, topk_weights, biases, num_sms, handle)
+            request = self._received(x, topk_weights, biases, num_sms, handle)
             combined = engine.combine(request, handle)
         tensors = (x, topk_weights, *biases, *combined)
-        result = *combined, self._comm_stream.finish(previous_event, async_finish, tensors)
-        if async_finish or previous_event is not None or handle.grid is not self.grid:
-            return result
-        return first(result, repeat_combine(self._passed.get(given), bias))
+        return *combined, self._comm_stream.finish(previous_event, async_finish, tensors)
 
     # DeepEP has separate calls between nodes. Here one call serves any number of domains.
     internode_dispatch = dispatch_pcie = dispatch
     internode_combine = combine_pcie = combine
-
-
-def _shape(
-    result: DispatchedFields, sent: Parts, has_topk: bool, alignment: int, event: EventOverlap
-) -> DispatchResult:
-    """The result in DeepEP's order."""
-    rows, topk_idx, topk_weights, counts, handle = result
-    aligned: list[int] = []
-    if counts is not None:  # there was no bound
-        aligned = counts if isinstance(counts, list) else counts.tolist()
-        if alignment > 1:
-            aligned = up_to(aligned, alignment)
-    tokens = rows[0] if rows[1] is None else as_given(rows, sent)
-    return tokens, topk_idx if has_topk else None, topk_weights, aligned, handle, event
 
 
 def _sms_of(config: Config) -> int:

@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-import operator
-
 import torch
 from torch import Tensor
 
 from hybrid_ep.buffers.base import (
     BaseBuffer,
-    as_rows,
-    as_words,
     check_bias,
     check_nvfp4_rows,
     check_rows,
     check_weights,
 )
 from hybrid_ep.checks import require, require_int
-from hybrid_ep.core.checks import Passed, packed, require_tensor
+from hybrid_ep.core.checks import packed, require_tensor
 from hybrid_ep.core.layout import compute_layout
 from hybrid_ep.engine.calls import (
     CachedDispatchRequest,
     CombineRequest,
-    Dispatched,
     DispatchHandle,
-    DispatchRequest,
     Routing,
     Rows,
 )
 from hybrid_ep.errors import ConfigError
 
-__all__ = ["NormalArguments", "Parts", "Tokens", "as_given", "check_sizes", "parts_of"]
+__all__ = ["NormalArguments", "Parts", "Tokens", "as_given", "check_sizes", "checked", "parts_of"]
 
 Tokens = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
@@ -42,105 +36,35 @@ Parts = tuple[Tensor, Tensor | None, Tensor | None]
 class NormalArguments(BaseBuffer):
     """The checks of a Buffer's normal calls."""
 
-    _passed: Passed
-
     def _along(
-        self,
-        given: object,
-        handle: DispatchHandle,
-        sent: Parts,
-        sizes: tuple[int, int],
-        num_sms: int | None,
+        self, sent: Parts, sizes: tuple[int, int], num_sms: int | None, handle: DispatchHandle
     ) -> CachedDispatchRequest:
-        """Checks rows, expert alignment and bound; skipped if `given` has passed before."""
-        if given in self._passed:
-            return CachedDispatchRequest(rows_of(sent), num_sms)
+        """Checks rows, expert alignment and bound."""
         check_sizes(*sizes)
         rows = checked(sent, self.engine.device)
         if rows.data.shape[0] != handle.num_tokens:
             require(False, "rows of x", rows.data.shape[0], f"{handle.num_tokens}, as with this handle")
-        request = CachedDispatchRequest(rows, num_sms)
-        if rows.data.is_cuda:  # no value has been looked at
-            is_as_given = all(map(operator.is_, rows, sent[:2]))
-            self._passed.add(given, self.engine.repeat_of_cached(request, handle) if is_as_given else None)
-        return request
-
-    def _dispatch(
-        self,
-        given: object,
-        sent: Parts,
-        topk_idx: Tensor | None,
-        topk_weights: Tensor | None,
-        layout: tuple[Tensor | None, Tensor | None, Tensor | None],
-        sizes: tuple[int, int],
-        num_sms: int | None,
-    ) -> Dispatched:
-        """Checks rows, routing, expert alignment and bound (0: none), and dispatches.
-
-        `given` are the traits of the arguments. If the same have passed before, no check is made. The engine may repeat
-        later calls with the same traits.
-        """
-        check_sizes(*sizes)
-        bound = sizes[1] or None
-        rows, routing = self._rows_and_routing(given, sent, topk_idx, topk_weights, *layout)
-        request = DispatchRequest(rows, routing, bound, num_sms)
-        result = self.engine.dispatch(request)
-        if given in self._passed:
-            taken, tensors = (*rows, *routing[:2]), (*sent[:2], topk_idx, topk_weights)
-            if all(map(operator.is_, taken, tensors)):  # none was copied
-                self._passed[given] = self.engine.repeat_of(request)
-        return result
-
-    def _rows_and_routing(
-        self,
-        given: object,
-        sent: Parts,
-        topk_idx: Tensor | None,
-        topk_weights: Tensor | None,
-        is_token_in_rank: Tensor | None,
-        num_tokens_per_rank: Tensor | None,
-        num_tokens_per_expert: Tensor | None,
-    ) -> tuple[Rows, Routing]:
-        """Checks rows and routing, unless `given` has passed before."""
-        if given in self._passed:
-            assert topk_idx is not None
-            assert num_tokens_per_expert is not None
-            num_experts = num_tokens_per_expert.shape[0]
-            return rows_of(sent), Routing(packed(topk_idx), packed(topk_weights), num_experts)
-        rows = checked(sent, self.engine.device)
-        routing = self._routing(
-            rows, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert
-        )
-        if topk_idx is not None and topk_idx.is_cuda:
-            self._passed.add(given)  # no value has been looked at
-        return rows, routing
+        return CachedDispatchRequest(rows, num_sms)
 
     def _received(
         self,
-        given: object,
         x: Tensor,
         topk_weights: Tensor | None,
         biases: tuple[Tensor, ...],
         num_sms: int | None,
         handle: DispatchHandle,
     ) -> CombineRequest:
-        """Checks the arguments of a combine; skipped if `given` has passed before."""
-        num_rows, num_tokens, num_topk = handle.num_recv, handle.num_tokens, handle.num_topk
-        if given not in self._passed:
-            check_rows("x", x, None, device=self.engine.device)
-            if x.shape[0] != num_rows:
-                require(False, "rows of x", x.shape[0], f"{num_rows}, as received with this handle")
-            if topk_weights is not None:
-                check_weights("topk_weights", topk_weights, (num_rows, num_topk), x.device)
-            check_bias(biases, num_tokens, x.shape[1], x.device)
-        weights = packed(topk_weights)
-        terms = tuple([packed(term) for term in biases])
-        request = CombineRequest(packed(x), weights, terms, num_sms)
-        if x.is_cuda and given not in self._passed:
-            taken, tensors = (request.data, weights, *terms), (x, topk_weights, *biases)
-            is_as_given = all(map(operator.is_, taken, tensors))
-            self._passed.add(given, self.engine.repeat_of_combine(request, handle) if is_as_given else None)
-        return request
+        """Checks the arguments of a combine."""
+        num_rows = handle.num_recv
+        check_rows("x", x, None, device=self.engine.device)
+        if x.shape[0] != num_rows:
+            require(False, "rows of x", x.shape[0], f"{num_rows}, as received with this handle")
+        if topk_weights is not None:
+            check_weights("topk_weights", topk_weights, (num_rows, handle.num_topk), x.device)
+        if biases:
+            check_bias(biases, handle.num_tokens, x.shape[1], x.device)
+            biases = tuple([packed(term) for term in biases])
+        return CombineRequest(packed(x), packed(topk_weights), biases, num_sms)
 
     def _routing(
         self,
@@ -224,12 +148,6 @@ def checked(sent: Parts, device: torch.device | None) -> Rows:
     if global_scale is None:
         return check_rows("x", data, scales, device=device)
     return check_nvfp4_rows("x", data, scales, global_scale, device=device)
-
-
-def rows_of(sent: Parts) -> Rows:
-    """Rows in the engine's form, of parts that have been checked."""
-    data, scales, global_scale = sent
-    return as_rows(data, scales if scales is None or global_scale is None else as_words(scales))
 
 
 def as_given(received: tuple[Tensor, Tensor | None], sent: Parts) -> Tokens:

@@ -1,23 +1,28 @@
-"""Checks of tensors, and what a repeated check need not look at. Each raises ConfigError with what is allowed.
+"""Checks of tensors. Each raises ConfigError with what is allowed.
 
 Those of dtype, shape, device, memory and gradient are native: csrc/calls/judge.cpp.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from hybrid_ep import _C
-from hybrid_ep._C import are_packed, packed, require_no_grad, require_plain, require_tensor
+from hybrid_ep._C import (
+    are_packed,
+    packed,
+    require_no_grad,
+    require_plain,
+    require_rows,
+    require_tensor,
+    require_topk,
+)
 from hybrid_ep.checks import require
 from hybrid_ep.errors import ConfigError
 
 __all__ = [
-    "Passed",
     "are_packed",
     "is_known_to_dynamo",
     "packed",
@@ -26,9 +31,10 @@ __all__ = [
     "require_expert_indices",
     "require_no_grad",
     "require_plain",
+    "require_rows",
     "require_tensor",
+    "require_topk",
     "require_traceable",
-    "traits",
 ]
 
 
@@ -67,52 +73,6 @@ def require_traceable(
 def packed_copy(tensor: Tensor) -> Tensor:
     """A copy of the tensor in rows without gaps; `clone()` would keep the strides of a transposed one."""
     return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _traits_of_any(*arguments: object) -> object:
-    """The same as `traits`, of any arguments."""
-    keeps_grad = torch.is_grad_enabled()
-    found: list[object] = []
-    for tensor in arguments:
-        if tensor is None:
-            found.append(None)
-        elif isinstance(tensor, int):
-            found += (type(tensor), tensor)
-        elif isinstance(tensor, Tensor):
-            found += (
-                type(tensor),
-                tensor.dtype,
-                tensor.shape,
-                tensor.device,
-                tensor.layout,
-                tensor.is_contiguous(),
-                keeps_grad and tensor.requires_grad,
-            )
-        else:
-            found.append(type(tensor))
-    return tuple(found)
-
-
-# What checks read of tensors, but for their values, and of bools and ints: equal traits give the same outcome.
-traits: Callable[..., object] = _C.traits_or(_traits_of_any)
-# The same, of a number of rows and tensors. Equal traits also give the same outcome where the first size of a tensor is
-# the number of rows, in both calls.
-row_traits: Callable[..., object] = _C.row_traits_or(_traits_of_any)
-
-
-class Passed(dict[object, Any]):
-    """Traits that have passed a check. The calls of a training loop repeat a few, and need not be checked again.
-
-    The value of some traits is how the engine repeats a call with them.
-    """
-
-    _MOST = 1024
-
-    def add(self, traits: object, value: Any = None) -> None:
-        """Remembers traits; forgets all others when there are many."""
-        if len(self) >= self._MOST:
-            self.clear()
-        self[traits] = value
 
 
 def require_expert_indices(topk_idx: Tensor, num_experts: int, name: str = "topk_idx") -> None:

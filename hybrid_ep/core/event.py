@@ -56,7 +56,6 @@ class EventOverlap:
         [2]
     """
 
-    # As without arguments; see `hybrid_ep.core.repeatable.Repeat`.
     event: EventHandle | None = None
     extra_tensors: tuple[torch.Tensor | None, ...] | None = None
     _hook: Callable[[], Any] | None = None

@@ -69,6 +69,8 @@ def compute_layout(topk_idx: Tensor, num_experts: int, num_ranks: int, num_ranks
     Raises:
         ConfigError: on a CPU tensor, an index outside −1 … E−1.
     """
+    if kernels.run_on(topk_idx):
+        return Layout(*layout_by_kernel(topk_idx, num_experts, num_ranks, num_ranks_per_domain)(topk_idx))
     num_tokens, num_topk = topk_idx.shape
     device = topk_idx.device
     if device.type == "cpu":
@@ -87,8 +89,6 @@ def compute_layout(topk_idx: Tensor, num_experts: int, num_ranks: int, num_ranks
             is_token_in_rank=in_rank.data_ptr(),
         )
         require(bad < 0, "topk_idx", int(topk_idx.flatten()[bad]) if bad >= 0 else "", f"−1 … {num_experts - 1}")
-    elif kernels.run_on(topk_idx):
-        return Layout(*layout_by_kernel(topk_idx, num_experts, num_ranks, num_ranks_per_domain)(topk_idx))
     else:
         per_rank, per_expert, in_rank = compute_layout_on_device(topk_idx, num_experts, num_ranks)
     in_domain = in_rank.view(num_tokens, num_ranks // num_ranks_per_domain, num_ranks_per_domain).any(-1)

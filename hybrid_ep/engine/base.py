@@ -30,7 +30,7 @@ from typing import ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-from hybrid_ep.core.checks import packed
+from hybrid_ep.core.checks import packed, packed_copy
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.engine.calls import (
     CachedDispatchRequest,
@@ -46,13 +46,6 @@ from hybrid_ep.engine.calls import (
     LowLatencyHandle,
     Permuted,
     PermuteHandle,
-    RepeatedCombine,
-    RepeatedCombineDense,
-    RepeatedDispatch,
-    RepeatedDispatchAlong,
-    RepeatedPermuted,
-    RepeatedPermutedAlong,
-    RepeatedUnpermute,
     Routing,
     Rows,
 )
@@ -146,54 +139,13 @@ class Engine(abc.ABC):
             TransportError, TimeoutError: a rank was lost.
         """
 
-    def repeat_of(
-        self, request: DispatchRequest, *, returns_topk: bool = False, num_received: int | None = None
-    ) -> RepeatedDispatch | None:
-        """Local: returns a faster `dispatch` for other tensors of the same dtypes and shapes; None if there is none.
-
-        It takes rows, scales, top-k indices and top-k weights, all contiguous.
-
-        Args:
-            request: of one of them.
-            returns_topk: `call` also returns a copy of the given top-k indices: callers may overwrite theirs.
-            num_received: `call` returns probabilities ``[N, num_received]`` in place of weights, sums of the columns
-                that name an expert. None: it returns weights.
-        """
-        return None
-
     @abc.abstractmethod
     def dispatch_cached(self, request: CachedDispatchRequest, handle: DispatchHandle) -> Rows:
         """Sends ``[T, H]`` along the routes of an earlier dispatch; returns ``[N, H]``."""
 
-    def repeat_of_cached(self, request: CachedDispatchRequest, handle: DispatchHandle) -> RepeatedDispatchAlong | None:
-        """Local: `repeat_of` for a dispatch along a handle.
-
-        Takes rows, scales, and a handle with as many tokens, experts and top-k experts.
-        """
-        return None
-
     @abc.abstractmethod
     def combine(self, request: CombineRequest, handle: DispatchHandle) -> Combined:
         """Brings ``[N, H]`` bf16 rows (and ``[N, W]`` float32 weights) back to their source tokens and sums them."""
-
-    def repeat_of_combine(self, request: CombineRequest, handle: DispatchHandle) -> RepeatedCombine | None:
-        """Local: `repeat_of` for a combine of received rows.
-
-        Takes rows, weights, biases, and a handle with as many tokens, experts and top-k experts. The number of rows may
-        differ.
-        """
-        return None
-
-    def repeat_of_combine_dense(
-        self, request: CombineRequest, handle: DispatchHandle, num_received: int
-    ) -> RepeatedCombineDense | None:
-        """Local: `repeat_of_combine` of rows, and of probabilities of experts in place of weights.
-
-        Takes rows, probabilities ``[N, num_received]``, a handle as `repeat_of_combine` does, and the top-k indices of
-        received and of sent rows. Columns of a sent row that name one expert have equal sums. Returns ``[T, H]`` and
-        ``[T, E]``; or None, and has done nothing.
-        """
-        return None
 
     @abc.abstractmethod
     def dispatch_permuted(self, request: DispatchRequest) -> Permuted:
@@ -208,42 +160,13 @@ class Engine(abc.ABC):
                 later).
         """
 
-    def repeat_of_permuted(self, request: DispatchRequest) -> RepeatedPermuted | None:
-        """Local: `repeat_of` for `dispatch_permuted`.
-
-        Takes rows, scales, top-k indices and weights, and returns rows, scales, probabilities, counts ``[LE]`` int64,
-        the handle and a copy of the top-k indices; or None, and has done nothing.
-        """
-        return None
-
     @abc.abstractmethod
     def dispatch_permuted_cached(self, request: CachedDispatchRequest, handle: PermuteHandle) -> Rows:
         """Sends ``[T, H]`` along the routes of an earlier `dispatch_permuted`; returns ``[P, H]``."""
 
-    def repeat_of_permuted_cached(
-        self, request: CachedDispatchRequest, handle: PermuteHandle
-    ) -> RepeatedPermutedAlong | None:
-        """Local: `repeat_of` for a permuted dispatch along a handle.
-
-        Takes rows, scales, and a handle with as many tokens, experts and top-k experts and the same padding. Returns
-        rows and scales; or None, and has done nothing.
-        """
-        return None
-
     @abc.abstractmethod
     def combine_permuted(self, request: CombineRequest, handle: PermuteHandle) -> Combined:
         """Brings ``[P, H]`` bf16 rows (and ``[P]`` float32 probs) back to ``[T, H]`` (and ``[T, K]``) and sums them."""
-
-    def repeat_of_combine_permuted(
-        self, request: CombineRequest, handle: PermuteHandle, *, is_dense: bool
-    ) -> RepeatedUnpermute | None:
-        """Local: `repeat_of` for `combine_permuted`.
-
-        Takes rows, probabilities, a handle with as many tokens, experts and top-k experts, and its top-k indices. The
-        number of rows may differ. Returns ``[T, H]``, and ``[T, K]`` or, if it `is_dense`, ``[T, E]``; or None, and has
-        done nothing. Only a call that is dense reads the indices.
-        """
-        return None
 
     def allocate_spare(self, num_bytes: int, device: torch.device) -> Tensor:
         """Allocates memory for spare slots, which the engine holds until it is freed. Collective.
@@ -328,19 +251,30 @@ class Engine(abc.ABC):
         )
         return self.dispatch_permuted(request)
 
+    def sent_topk_idx(self, handle: DispatchHandle, topk_idx: Tensor) -> Tensor:
+        """Local: returns a copy of the top-k indices that made the handle, which a caller may overwrite.
+
+        Args:
+            handle: that a dispatch has just returned.
+            topk_idx: as it was sent.
+        """
+        return packed_copy(topk_idx)
+
+    @staticmethod
     @abc.abstractmethod
-    def tokens_per_expert(self, handle: DispatchHandle) -> Tensor:
+    def tokens_per_expert(handle: DispatchHandle) -> Tensor:
         """Local: ``[LE]`` int32 on the device of the rows; copies that arrived for each local expert, without padding.
 
         The dispatch must have had top-k indices. Valid in stream order after it.
         """
 
-    def rows_by_source(self, handle: DispatchHandle) -> Tensor:
+    @staticmethod
+    def rows_by_source(handle: DispatchHandle) -> Tensor:
         """Local: ``[R]`` int32, without gaps; running sum of the rows that arrived, by source rank.
 
         Valid in stream order after the dispatch.
         """
-        return packed(handle.rank_prefix_matrix[:, self.grid.rank])
+        return packed(handle.rank_prefix_matrix[:, handle.grid.rank])
 
     @property
     @abc.abstractmethod

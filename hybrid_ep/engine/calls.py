@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from torch import Tensor
 
@@ -27,7 +27,6 @@ __all__ = [
     "DispatchHandle",
     "DispatchRequest",
     "Dispatched",
-    "DispatchedFields",
     "ExpertCopies",
     "ExpertSignals",
     "LowLatencyCombineRequest",
@@ -37,10 +36,6 @@ __all__ = [
     "OfThisProcess",
     "PermuteHandle",
     "Permuted",
-    "RepeatedCombine",
-    "RepeatedCombineDense",
-    "RepeatedDispatch",
-    "RepeatedDispatchAlong",
     "ReplicaMapping",
     "Routing",
     "Rows",
@@ -469,8 +464,8 @@ class Dispatched(NamedTuple):
         rows: N received rows. With a bound, that many rows; those after the last that arrived are undefined.
         topk_idx: ``[N, K]`` int64 relative to the expert range asked for, −1 elsewhere and after the last row.
         topk_weights: ``[N, K]`` float32, 0 where `topk_idx` is −1; None when none were sent.
-        num_tokens_per_expert: ``[LE]`` int32, exact counts; on the device, or on the host where they are known there.
-            A list from a call that `Engine.repeat_of` has returned. None where a bound was given.
+        num_tokens_per_expert: exact counts of the local experts; ``[LE]`` int32, or a list where the host knows them.
+            None where a bound was given.
         handle: for `combine` and `dispatch_cached`.
     """
 
@@ -479,51 +474,6 @@ class Dispatched(NamedTuple):
     topk_weights: Tensor | None
     num_tokens_per_expert: Tensor | list[int] | None
     handle: DispatchHandle
-
-
-# The fields of a Dispatched, or one itself: a NamedTuple takes the host longer to make than a tuple.
-DispatchedFields = tuple[
-    tuple[Tensor, "Tensor | None"], Tensor, "Tensor | None", "Tensor | list[int] | None", DispatchHandle
-]
-
-
-class RepeatedDispatch(Protocol):
-    """See `Engine.repeat_of`."""
-
-    @property
-    def call(self) -> Callable[..., Any]:
-        """As the object, but it returns rows and scales as two entries, and last a copy of the top-k indices or None.
-
-        It may return probabilities in place of weights. None: nothing has been done.
-        """
-
-    def __call__(
-        self, data: Tensor, scales: Tensor | None, topk_idx: Tensor, topk_weights: Tensor | None, /
-    ) -> DispatchedFields: ...
-
-
-class RepeatedDispatchAlong(Protocol):
-    """See `Engine.repeat_of_cached`."""
-
-    @property
-    def call(self) -> Callable[..., Any]:
-        """As the object. None: nothing has been done."""
-
-    def __call__(
-        self, data: Tensor, scales: Tensor | None, handle: DispatchHandle, /
-    ) -> tuple[Tensor, Tensor | None]: ...
-
-
-class RepeatedCombine(Protocol):
-    """See `Engine.repeat_of_combine`."""
-
-    @property
-    def call(self) -> Callable[..., Any]:
-        """As the object, but it takes two biases, of which any may be None. None: nothing has been done."""
-
-    def __call__(
-        self, data: Tensor, weights: Tensor | None, bias: tuple[Tensor, ...], handle: DispatchHandle, /
-    ) -> tuple[Tensor, Tensor | None]: ...
 
 
 class Permuted(NamedTuple):
@@ -540,19 +490,6 @@ class Permuted(NamedTuple):
     probs: Tensor | None
     num_tokens_per_expert: Tensor
     handle: PermuteHandle
-
-
-# See Engine.repeat_of_combine_dense.
-RepeatedCombineDense = Callable[[Tensor, Tensor, DispatchHandle, Tensor, Tensor], "tuple[Tensor, Tensor] | None"]
-# See Engine.repeat_of_permuted, Engine.repeat_of_permuted_cached and Engine.repeat_of_combine_permuted.
-RepeatedPermuted = Callable[
-    [Tensor, "Tensor | None", Tensor, "Tensor | None"],
-    "tuple[Tensor, Tensor | None, Tensor | None, Tensor, PermuteHandle, Tensor] | None",
-]
-RepeatedPermutedAlong = Callable[[Tensor, "Tensor | None", PermuteHandle], "tuple[Tensor, Tensor | None] | None"]
-RepeatedUnpermute = Callable[
-    [Tensor, "Tensor | None", PermuteHandle, "Tensor | None"], "tuple[Tensor, Tensor | None] | None"
-]
 
 
 class Combined(NamedTuple):

@@ -35,7 +35,7 @@ __all__ = [
     "check_masked_decode",
     "check_other_handles",
     "check_other_most_tokens",
-    "check_repeats",
+    "check_other_values",
     "check_scales",
     "check_streams",
     "check_too_many_tokens",
@@ -323,8 +323,8 @@ def check_gradients(case: Case, device: str = "cpu") -> None:
         equal(grad_scores, expected_weight_sum(case, rank), "gradient of the scores")
 
 
-def check_repeats(case: Case, device: str = "cpu", kind: type[Any] = hybrid_ep.ElasticBuffer) -> None:
-    """Calls of both layouts that repeat an earlier one."""
+def check_other_values(case: Case, device: str = "cpu", kind: type[Any] = hybrid_ep.ElasticBuffer) -> None:
+    """Calls of both layouts, three times through one buffer."""
     check_compact(case, device, kind, times=3)
     check_expanded(case, device, kind, times=3)
 

@@ -30,7 +30,7 @@ from hybrid_ep.quantize import Fp8Format, cast_to_fp8
 from hybrid_ep.testing.reference import Reference
 from tests.battery.cases import Case
 from tests.emulation import engine as emulation
-from tests.emulation.repeated_calls import on_stream
+from tests.emulation.streams_and_faults import on_stream
 
 __all__ = ["Plan", "Step", "check_seeds", "draw_plan", "seed_blocks"]
 

@@ -425,7 +425,7 @@ def check_too_many_rows(device: str = "cpu") -> None:
             equal(combined, expected_combine(case, rank, lambda _: True), "combined_x after an overflow")
 
 
-def check_repeats(case: Case, device: str = "cpu") -> None:
+def check_other_values(case: Case, device: str = "cpu") -> None:
     """Calls whose arguments differ from those of earlier ones in their values only, and in where tensors begin.
 
     Calls of a larger size between them replace the memory that the first ones used.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
@@ -13,19 +13,8 @@ from torch import Tensor
 
 import hybrid_ep
 from hybrid_ep.buffers import base
-from hybrid_ep.engine.calls import (
-    CachedDispatchRequest,
-    CombineRequest,
-    DispatchHandle,
-    DispatchRequest,
-    Routing,
-    Rows,
-)
 from hybrid_ep.quantize import Fp8Format, Nvfp4Format, cast_to_fp8, cast_to_nvfp4
 from tests.battery.cases import Case, Inputs, row_of
-
-if TYPE_CHECKING:
-    from hybrid_ep.engine.cuda.engine import CudaEngine
 
 __all__ = [
     "CHECKS",
@@ -34,7 +23,6 @@ __all__ = [
     "check_cached",
     "check_fp8",
     "check_nvfp4",
-    "check_repeated",
     "check_round_trip",
     "check_two_buffers",
     "dispatch",
@@ -189,112 +177,11 @@ def check_bound(case: Case, device: str = "cpu") -> None:
         equal(cached[:n], recv_x[:n].cpu(), "recv_x of a cached dispatch")
 
 
-def check_repeated(case: Case, device: str = "cpu") -> None:
-    """Dispatches that are one call of C++ give what steps do, for other values, and with more results than slots."""
-    from hybrid_ep.engine.cuda.engine import CudaEngine
-
-    rank = dist.get_rank()
-    inputs = on(device, case.inputs(rank))
-    bound = max(1, sum(case.tokens_of(r) for r in range(case.num_ranks)))
-    with make_buffer(case) as buffer:
-        engine = buffer.engine
-        assert isinstance(engine, CudaEngine)
-        for rows in (Rows(inputs.x), Rows(*cast_to_fp8(inputs.x))):
-            _compare_with_steps(engine, case, inputs, rows, None)
-            _compare_with_steps(engine, case, inputs, rows, bound)
-        reference = case.reference()
-        sources = reference.received(rank)
-        n, want_x = len(sources), gather_rows(case, sources, [case.inputs(r).x for r in range(case.num_ranks)])
-        for options in ({"num_worst_tokens": bound}, {}):
-            for _ in range(3):
-                with unread_values():
-                    recv_x, recv_idx, _, counts, *_ = dispatch(buffer, case, inputs, **options)
-                equal(recv_x[:n], want_x, "recv_x")
-                equal(recv_idx[:n], reference.received_topk(rank), "recv_topk_idx")
-                assert counts == ([] if options else list(reference.tokens_per_expert(rank)))
-        assert sum(repeat is not None for repeat in buffer._passed.values()) == 2
-
-
-def _compare_with_steps(engine: CudaEngine, case: Case, inputs: Inputs, rows: Rows, bound: int | None) -> None:
-    """The same dispatches as one call of C++ and in steps. The first one may need larger slots."""
-    routing = Routing(inputs.topk_idx, inputs.topk_weights, case.num_experts)
-    repeat = engine.repeat_of(DispatchRequest(rows, routing, bound))
-    assert repeat is not None
-    held = [repeat(*rows, *routing[:2])]
-    bits = rows.data.view(torch.int16 if rows.data.dtype.itemsize == 2 else torch.uint8)
-    for turn in range(6):
-        data, topk_idx, weights = bits.roll(turn, 0), inputs.topk_idx.roll(turn, 0), inputs.topk_weights + turn
-        if turn == 4:  # where copies of 16 bytes cannot begin
-            data = torch.cat([data.flatten()[:1], data.flatten()])[1:].view(data.shape)
-        data = data.view(rows.data.dtype)
-        request = DispatchRequest(Rows(data, rows.scales), Routing(topk_idx, weights, case.num_experts), bound)
-        sent = engine.traffic.within_domain
-        want = engine.dispatch_in_steps(request)
-        sent = engine.traffic.within_domain - sent
-        want_y = engine.combine(CombineRequest(want.rows.data.bfloat16()), want.handle).data
-        n = int(engine.rows_by_source(want.handle)[-1])
-        wanted = [_bytes(part, n) for part in (*want.rows, want.topk_idx, want.topk_weights)]
-        counts, route = want.num_tokens_per_expert, want.handle.state[3:8]
-        del want
-        before = engine.traffic.within_domain
-        got = repeat(data, rows.scales, topk_idx, weights)
-        assert engine.traffic.within_domain - before == sent
-        held.append(got)
-        got_rows, got_idx, got_weights, got_counts, handle = got
-        assert got_rows[0].shape[0] == (n if bound is None else bound)
-        assert [_bytes(part, n) for part in (*got_rows, got_idx, got_weights)] == wanted
-        assert got_rows[0].dtype == rows.data.dtype
-        assert bool((got_idx[n:] == -1).all())
-        assert handle.state[3:8] == route, "the route of the handle"
-        assert got_counts is None if counts is None else torch.as_tensor(got_counts).tolist() == counts.tolist()
-        y = engine.combine(CombineRequest(got_rows[0].bfloat16()), handle).data
-        equal(y, want_y.cpu(), "combined_x")
-        if turn == 3:
-            held.clear()
-        _compare_along_with_steps(engine, Rows(data, rows.scales), handle, n, got_weights)
-
-
-def _compare_along_with_steps(
-    engine: CudaEngine, sent: Rows, handle: DispatchHandle, num_rows: int, weights: Tensor | None
-) -> None:
-    """Dispatches along a handle and combines as one call of C++ and in steps."""
-    cached = CachedDispatchRequest(sent, None)
-    begin = engine.traffic.within_domain
-    want = engine.dispatch_cached_in_steps(cached, handle)
-    wanted = [_bytes(part, num_rows) for part in want]
-    num_bytes = engine.traffic.within_domain - begin
-    del want
-    received = engine.repeat_of_cached(cached, handle)(*sent, handle)
-    assert engine.traffic.within_domain - begin == 2 * num_bytes
-    assert [_bytes(part, num_rows) for part in received] == wanted
-    assert received[0].dtype == sent.data.dtype
-    y = received[0].bfloat16()
-    bias = tuple(torch.full((handle.num_tokens, y.shape[1]), i, dtype=y.dtype, device=y.device) for i in (1, 2))
-    for given, added in ((None, ()), (weights, bias[:1]), (weights, bias)):
-        request = CombineRequest(y, given, added)
-        begin = engine.traffic.within_domain
-        want_out, want_weights = engine.combine_in_steps(request, handle)
-        num_bytes = engine.traffic.within_domain - begin
-        repeat = engine.repeat_of_combine(request, handle)
-        with mock.patch.object(engine, "combine_in_steps", side_effect=AssertionError("it has taken steps")):
-            out, out_weights = repeat(y, given, added, handle)
-        assert engine.traffic.within_domain - begin == 2 * num_bytes
-        equal(out, want_out.cpu(), "combined_x")
-        assert (out_weights is None) == (given is None)
-        if out_weights is not None:
-            assert want_weights is not None
-            equal(out_weights, want_weights.cpu(), "combined_topk_weights")
-
-
 @contextlib.contextmanager
 def unread_values() -> Iterator[None]:
-    """Inside, buffers repeat calls, and read no expert indices, as with tensors on a GPU."""
+    """Inside, buffers read no value of a tensor, as with tensors on a GPU."""
     with mock.patch.object(torch.Tensor, "is_cuda", True), mock.patch.object(base, "require_expert_indices"):
         yield
-
-
-def _bytes(part: Tensor | None, num_rows: int) -> bytes | None:
-    return None if part is None else part[:num_rows].cpu().view(torch.uint8).numpy().tobytes()
 
 
 def check_fp8(case: Case, device: str = "cpu") -> None:

@@ -96,9 +96,11 @@ def _compile(out: Path, modules: Path) -> None:
         *sorted(CSRC.glob("kernels/*/*.cu")),
         *sorted(CSRC.glob("runtime/*.cpp")),
         *sorted(CSRC.glob("bindings/cuda/*.cpp")),
+        *(CSRC / f"calls/{name}.cpp" for name in ("domain", "low_latency", "plans", "request", "slots")),
         *_transport_sources(),
         CSRC / "layout/link_layout.cpp",
         CSRC / "bindings/sizes.cpp",
+        CSRC / "modules/cuda.cpp",
         CSRC / "bindings/transport.cpp",
     )
     of_nvshmem = (
@@ -140,7 +142,7 @@ def _compile(out: Path, modules: Path) -> None:
 
     def compile_one(source: Path, *more: str) -> Path:
         target = f"{source.stem}.o"
-        if "bindings_" in source.name:
+        if source.name.startswith(("bindings_", "calls_", "modules_", "nvshmem_bindings_")):
             more = ("-O0", "-include", "pybind.h", *more)
         else:
             more = ("-O2" if source == emulator else "-O1", *more)

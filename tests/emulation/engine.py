@@ -35,8 +35,8 @@ def install(module_path: str) -> None:
     _installed.append(module_path)
     native = _load("_cuda", module_path)
     # The CPU has no index, and it wants one.
-    make_pool = native.SlotPool.__init__
-    native.SlotPool.__init__ = lambda pool, **options: make_pool(pool, **options | {"device": 0})
+    make_slots = native.SlotMemory.__init__
+    native.SlotMemory.__init__ = lambda slots, **options: make_slots(slots, **options | {"device": 0})
     sys.modules["hybrid_ep._cuda"] = native
     hybrid_ep._cuda = kernels.native = native
 
@@ -55,7 +55,6 @@ def install(module_path: str) -> None:
     from hybrid_ep.engine.cuda import (
         arena,
         between,
-        dispatch,
         engine,
         experts,
         low_latency,
@@ -72,7 +71,7 @@ def install(module_path: str) -> None:
     for module in (arena, between, engine, route):
         module.current_raw_stream = lambda _: stream.cuda_stream
     of_low_latency = (low_latency, low_latency_between, low_latency_faults, low_latency_masks)
-    for module in (arena, between, dispatch, engine, experts, symmetric, *of_low_latency):
+    for module in (arena, between, engine, experts, symmetric, *of_low_latency):
         module.is_capturing = lambda _: False
     engine.torch = between.torch = experts.torch = _TorchOnCpu("torch on the CPU")
     symmetric.SymmetricMemory._map = staticmethod(_map)

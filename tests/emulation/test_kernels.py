@@ -6,7 +6,7 @@ import pytest
 
 import hybrid_ep
 from tests.battery.cases import CASES, LOW_LATENCY_CASES, Case, select
-from tests.emulation import repeated_calls, repeated_with_handles
+from tests.emulation import streams_and_faults
 from tests.emulation.conftest import UNREAD, RunEmulated
 
 # More ranks take long, for they share two cores; of eight there is the case with the most different ones. Cases of as
@@ -29,7 +29,7 @@ _FORMATS = {
 }
 _LOW_LATENCY_CASES = {case.id: case for case in LOW_LATENCY_CASES}
 # Calls that repeat an earlier one: a rank without tokens, and rows that are all −1.
-_REPEATED = Case("repeated", 3, (11, 0, 14), num_experts=12, routing="holes")
+_UNREAD = Case("unread", 3, (11, 0, 14), num_experts=12, routing="holes")
 
 
 def _cases(*names: str) -> pytest.MarkDecorator:
@@ -43,13 +43,15 @@ def test_normal(run_emulated: RunEmulated, case: Case) -> None:
         run_emulated(case.num_ranks, f"battery.normal.{check}", case)
 
 
-def test_repeated(run_emulated: RunEmulated) -> None:
-    run_emulated(3, "battery.normal.check_repeated", _REPEATED)
+@pytest.mark.parametrize("num_ranks", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_changing_sizes(run_emulated: RunEmulated, num_ranks: int) -> None:
+    run_emulated(num_ranks, "battery.changing_sizes.check_changing_sizes", num_ranks)
 
 
-def test_a_repeated_dispatch_grows_slots(run_emulated: RunEmulated) -> None:
+def test_a_dispatch_grows_slots(run_emulated: RunEmulated) -> None:
     case = Case("many_rows", 2, 150, hidden=8192, topk=2)
-    run_emulated(2, "emulation.small_slots.check_with_small_slots", "battery.normal.check_repeated", case)
+    for check in ("check_round_trip", "check_bound"):
+        run_emulated(2, "emulation.small_slots.check_with_small_slots", f"battery.normal.{check}", case)
 
 
 @pytest.mark.parametrize(
@@ -139,27 +141,27 @@ def test_low_latency(run_emulated: RunEmulated, case_id: str) -> None:
     run_emulated(case.num_ranks, "battery.low_latency.check_sums_over_rows", case)
 
 
-def test_repeated_calls(run_emulated: RunEmulated) -> None:
+def test_unread_values(run_emulated: RunEmulated) -> None:
     for check, *args in (
-        ("low_latency.check_repeats",),
+        ("low_latency.check_other_values",),
         ("low_latency.check_low_latency", "fp8"),
         ("normal.check_bound",),
     ):
-        run_emulated(3, UNREAD, f"battery.{check}", _REPEATED, *args)
+        run_emulated(3, UNREAD, f"battery.{check}", _UNREAD, *args)
 
 
 def test_low_latency_calls_of_varying_sizes(run_emulated: RunEmulated) -> None:
     run_emulated(3, UNREAD, "battery.low_latency.check_varying_sizes")
 
 
-def test_repeated_calls_of_hybrid_ep(run_emulated: RunEmulated) -> None:
-    case = Case("repeated", 3, (11, 0, 14), num_experts=12, routing="duplicates")
+def test_unread_values_of_hybrid_ep(run_emulated: RunEmulated) -> None:
+    case = Case("unread", 3, (11, 0, 14), num_experts=12, routing="duplicates")
     run_emulated(3, UNREAD, "battery.hybrid.check_again", case)
 
 
 @pytest.mark.parametrize("kind", [hybrid_ep.ElasticBuffer, hybrid_ep.EPBuffer], ids=lambda kind: kind.__name__)
-def test_repeated_calls_of_elastic_buffers(run_emulated: RunEmulated, kind: type) -> None:
-    run_emulated(3, UNREAD, "battery.elastic.check_repeats", _REPEATED, "cpu", kind)
+def test_unread_values_of_elastic_buffers(run_emulated: RunEmulated, kind: type) -> None:
+    run_emulated(3, UNREAD, "battery.elastic.check_other_values", _UNREAD, "cpu", kind)
 
 
 def test_copied_handles(run_emulated: RunEmulated) -> None:
@@ -170,18 +172,13 @@ def test_default_device(run_emulated: RunEmulated) -> None:
     run_emulated(2, "battery.default_device.check_under_default_device", Case("default", 2, (9, 12)))
 
 
-def test_calls_enter_no_function_of_python(run_emulated: RunEmulated) -> None:
-    run_emulated(2, "emulation.without_python.check_no_python")
-
-
 @pytest.mark.parametrize(
     "check",
     [
-        *(f"repeated_calls.{name}" for name in repeated_calls.__all__ if name.startswith("check_")),
-        *(f"repeated_with_handles.{name}" for name in repeated_with_handles.__all__),
+        *(f"streams_and_faults.{name}" for name in streams_and_faults.__all__ if name.startswith("check_")),
     ],
 )
-def test_calls_that_repeat_an_earlier_one(run_emulated: RunEmulated, check: str) -> None:
+def test_streams_and_faults(run_emulated: RunEmulated, check: str) -> None:
     run_emulated(2, f"emulation.{check}")
 
 
@@ -422,7 +419,7 @@ def test_numbers_of_sms(run_emulated: RunEmulated) -> None:
 
 def test_layout(run_emulated: RunEmulated) -> None:
     run_emulated(1, "emulation.layout.check_layout", 40)
-    run_emulated(1, "emulation.layout.check_repeated_layout")
+    run_emulated(1, "emulation.layout.check_layouts_of_a_buffer")
     run_emulated(1, "emulation.layout.check_many_layouts")
 
 

@@ -102,9 +102,9 @@ def test_batches_overlap(run_by_kernels: RunEmulated) -> None:
 
 
 @pytest.mark.parametrize("check", ["check_events", "check_faults", "check_hooks_between", "check_two_buffers"])
-def test_repeated_calls(run_by_kernels: RunEmulated, check: str) -> None:
+def test_streams_and_faults(run_by_kernels: RunEmulated, check: str) -> None:
     in_domains = "emulation.domains.check_in_domains"
-    run_by_kernels(2, in_domains, 1, f"emulation.repeated_calls.{check}")
+    run_by_kernels(2, in_domains, 1, f"emulation.streams_and_faults.{check}")
 
 
 @pytest.mark.parametrize("transport", ["loopback", "tcp", "nvshmem"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import random
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -27,6 +29,7 @@ __all__ = [
     "check_graph_slots",
     "check_growth",
     "check_handles_hold_no_slot",
+    "check_many_calls",
     "check_most_tokens",
     "check_no_slots",
     "check_pool",
@@ -284,3 +287,62 @@ def check_no_slots() -> None:
         for result, sent in kept:
             check_received(result, sent, rank, "a copy")
         round_trip(buffer, draw(9), "beside copies")
+
+
+def _resident_bytes() -> int:
+    """Memory of this process on the host."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def check_many_calls(num_calls: int) -> None:
+    """Calls of many sizes leave nothing behind: no object of Python, no memory of the GPU, none of the host."""
+    rank, num_ranks, draws = dist.get_rank(), dist.get_world_size(), random.Random(0)
+    hidden, num_experts, topk, most = 128, 4 * num_ranks, 2, 48
+    device = torch.device("cuda", torch.cuda.current_device())
+
+    def step(v1: hybrid_ep.Buffer, hybrid: hybrid_ep.HybridEPBuffer, elastic: hybrid_ep.ElasticBuffer) -> None:
+        num_tokens = draws.randint(0, most) if num_ranks == 1 else draws.randint(0, most - num_ranks) + rank
+        x = torch.ones(num_tokens, hidden, dtype=torch.bfloat16, device=device)
+        topk_idx = torch.rand(num_tokens, num_experts, device=device).topk(topk).indices
+        weights = torch.ones(num_tokens, topk, device=device)
+        routing = {"topk_idx": topk_idx, "topk_weights": weights}
+        kind = draws.randrange(4)
+        if kind == 0:
+            _, _, handle, _, _ = v1.low_latency_dispatch(x, topk_idx, most, num_experts, use_fp8=draws.random() < 0.5)
+            y = torch.zeros(4, most * num_ranks, hidden, dtype=torch.bfloat16, device=device)
+            v1.low_latency_combine(y, topk_idx, weights, handle)
+        elif kind == 1:
+            per_rank, _, per_expert, in_rank, _ = v1.get_dispatch_layout(topk_idx, num_experts)
+            layout = {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
+            bound = draws.choice((0, most * num_ranks))
+            received, _, recv_weights, _, handle, _ = v1.dispatch(x, **layout, **routing, num_worst_tokens=bound)
+            v1.dispatch(x, handle)
+            v1.combine(received, handle, recv_weights, bias=x)
+        elif kind == 2:
+            rows, probs, _, _, permuted = hybrid.dispatch_with_permute(
+                hidden=x, **routing, num_of_experts=num_experts, pad_multiple=draws.choice((1, 8))
+            )
+            hybrid.combine_with_unpermute(hidden=rows, probs=probs, handle=permuted)
+        else:
+            received, _, recv_weights, ep_handle, _ = elastic.dispatch(
+                x, topk_idx, weights, num_experts=num_experts, do_expand=draws.random() < 0.5
+            )
+            elastic.combine(received, ep_handle, recv_weights)
+
+    with (
+        hybrid_ep.Buffer(dist.group.WORLD, low_latency_mode=True, engine="cuda") as v1,
+        hybrid_ep.HybridEPBuffer(dist.group.WORLD, hidden, most, 4, engine="cuda") as hybrid,
+        hybrid_ep.ElasticBuffer(dist.group.WORLD, num_max_tokens_per_rank=most, engine="cuda") as elastic,
+    ):
+        found = []
+        for num in (num_calls // 10, num_calls):
+            for _ in range(num):
+                step(v1, hybrid, elastic)
+            torch.cuda.synchronize()
+            gc.collect()
+            found.append((len(gc.get_objects()), torch.cuda.memory_allocated(), _resident_bytes()))
+        (objects, on_gpu, on_host), (objects_now, on_gpu_now, on_host_now) = found
+        assert objects_now - objects < num_calls // 100, f"{objects_now - objects} objects more"
+        assert on_gpu_now <= on_gpu + (32 << 20), f"{on_gpu_now - on_gpu} bytes of the GPU more"  # chunks of routes
+        assert on_host_now - on_host < num_calls << 10, f"{on_host_now - on_host} bytes of the host more"

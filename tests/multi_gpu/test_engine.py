@@ -12,7 +12,7 @@ import torch
 import hybrid_ep
 from hybrid_ep.core.layout import compute_layout
 from hybrid_ep.testing.cluster import VirtualCluster
-from tests.battery import grouped, hybrid, normal, other_calls, refused_low_latency, refused_normal
+from tests.battery import changing_sizes, grouped, hybrid, normal, other_calls, refused_low_latency, refused_normal
 from tests.battery.cases import CASES, Case
 from tests.battery.cases import select as select_cases
 from tests.battery.fuzz import check_seeds, seed_blocks
@@ -36,7 +36,7 @@ def test_normal(run_gpus: RunRanks, case: Case, check: Callable[..., None]) -> N
 
 
 @fp8_cases
-@pytest.mark.parametrize("check", [normal.check_fp8, normal.check_nvfp4, normal.check_repeated])
+@pytest.mark.parametrize("check", [normal.check_fp8, normal.check_nvfp4])
 def test_normal_quantised(run_gpus: RunRanks, case: Case, check: Callable[..., None]) -> None:
     run_gpus(case.num_ranks, check, case, "cuda")
 
@@ -180,6 +180,14 @@ def test_behaviour(run_gpus: RunRanks, check: Callable[..., None]) -> None:
 )
 def test_what_one_rank_gets_wrong_all_are_told(run_gpus: RunRanks, check: Callable[[], None]) -> None:
     run_gpus(NUM_GPUS, check)
+
+
+def test_many_calls(run_gpus: RunRanks) -> None:
+    run_gpus(NUM_GPUS, capacity.check_many_calls, 10_000)
+
+
+def test_changing_sizes(run_gpus: RunRanks) -> None:
+    run_gpus(NUM_GPUS, changing_sizes.check_changing_sizes, NUM_GPUS, "cuda")
 
 
 @pytest.mark.parametrize(

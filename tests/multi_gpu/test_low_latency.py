@@ -57,7 +57,7 @@ def test_a_late_rank_is_waited_for(run_gpus: RunRanks) -> None:
 @every_case
 def test_mixed_hooks(run_gpus: RunRanks, case: Case) -> None:
     run_gpus(case.num_ranks, battery.check_mixed_hooks, case, "cuda")
-    run_gpus(case.num_ranks, battery.check_repeats, case, "cuda")
+    run_gpus(case.num_ranks, battery.check_other_values, case, "cuda")
 
 
 def test_varying_sizes(run_gpus: RunRanks) -> None:

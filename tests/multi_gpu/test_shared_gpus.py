@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from tests.battery import bounds, copied_handles, hybrid, low_latency, normal, other_calls
+from tests.battery import bounds, changing_sizes, copied_handles, hybrid, low_latency, normal, other_calls
 from tests.battery.cases import CASES, LOW_LATENCY_CASES, Case
 from tests.battery.cases import select as select_cases
 from tests.battery.fuzz import check_seeds, seed_blocks
@@ -103,6 +103,10 @@ def test_bounds(run_ranks: RunRanks, check: Callable[..., None], num_ranks: int)
 @pytest.mark.parametrize("ranks_per_domain", [2, 1])
 def test_rows_beyond_a_bound_are_zeros_in_a_combine(run_ranks: RunRanks, ranks_per_domain: int) -> None:
     run_ranks(2, bounds.check_dropped_rows, ranks_per_domain, "cuda")
+
+
+def test_changing_sizes(run_ranks: RunRanks) -> None:
+    run_ranks(2, changing_sizes.check_changing_sizes, 2, "cuda")
 
 
 def test_copied_handles(run_ranks: RunRanks) -> None:

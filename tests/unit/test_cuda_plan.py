@@ -14,52 +14,41 @@ from hybrid_ep.engine.calls import MIN_TOKENS_TO_SUM, NO_SUMS
 
 pytest.importorskip("hybrid_ep._cuda")
 from hybrid_ep import _cuda
-from hybrid_ep.engine.cuda.plan import (
-    CombineShape,
-    DispatchShape,
-    plan_combine,
-    plan_dispatch,
-    plan_dispatch_between,
-)
+from hybrid_ep.agree.fields import dtype_code
+from hybrid_ep.core.geometry import RankGrid
+from hybrid_ep.engine.calls import DispatchRequest, Routing, Rows
+from hybrid_ep.engine.cuda.plan import plan_between
 
 RANK, NUM_RANKS, T, H, K, E = 1, 4, 100, 64, 8, 32
-SHAPE = DispatchShape(
-    shape=torch.Size((T, H)),
-    dtype=torch.bfloat16,
-    scales=None,
-    num_topk=K,
-    num_experts=E,
-    has_topk=True,
-    has_weights=True,
-    expert_range=(8, 16),
-    pad_multiple=0,
-    bound=50,
-    common_bound=None,
-    num_sms=None,
-    max_tokens=None,
-)
+SIZES: dict[str, Any] = {
+    "rank": RANK,
+    "num_ranks": NUM_RANKS,
+    "num_tokens": T,
+    "hidden": H,
+    "dtype": dtype_code(torch.bfloat16),
+    "num_topk": K,
+    "num_experts": E,
+    "has_weights": True,
+    "expert_range": (8, 16),
+    "bound": 50,
+}
 
 
-def plan(**changes: Any) -> Any:
-    return plan_dispatch(RANK, NUM_RANKS, SHAPE._replace(**changes)).native
-
-
-def test_calls_of_one_shape_share_a_plan() -> None:
-    assert plan() is plan()
-    for changes in ({"bound": 51}, {"has_weights": False}, {"num_sms": 3}, {"pad_multiple": 1}):
-        assert plan(**changes) is not plan()
+def plan(**changes: Any) -> _cuda.DispatchPlan:
+    return _cuda.DispatchPlan(**SIZES | changes)
 
 
 def test_bytes_of_a_row() -> None:
     assert plan().record_bytes == 2 * H + 8 * K + 4 * K
     assert plan(has_weights=False).record_bytes == 2 * H + 8 * K
     assert plan(pad_multiple=1).record_bytes == 2 * H + 4 * K + 4 * K
-    assert plan(dtype=torch.float8_e4m3fn, scales=(3, torch.int32)).record_bytes == H + 4 * 3 + 8 * K + 4 * K
+    scales = {"num_scales": 3, "scale_dtype": dtype_code(torch.int32)}
+    assert plan(dtype=dtype_code(torch.float8_e4m3fn), **scales).record_bytes == H + 4 * 3 + 8 * K + 4 * K
     assert plan(expert_range=None, has_weights=False).record_bytes == 2 * H
     # Between domains rows land by source, and are permuted later.
-    between = plan_dispatch_between(RANK, NUM_RANKS, SHAPE._replace(pad_multiple=1)).native
+    between = _cuda.DispatchShape(**SIZES | {"pad_multiple": 1})
     assert between.record_bytes == 2 * H + 8 * K + 4 * K
-    combined = plan_combine(CombineShape(T, H, torch.bfloat16, K, 64, num_weights=K))
+    combined = _cuda.CombinePlan(num_tokens=T, hidden=H, num_topk=K, num_experts=64, num_weights=K)
     assert combined.record_bytes == 2 * H + 4 * K
     assert combined.slot_bytes_for(10) - combined.slot_bytes_for(9) == combined.record_bytes
 
@@ -68,32 +57,38 @@ def test_bytes_of_a_row() -> None:
     ("changes", "message"),
     [
         ({"num_experts": 4096}, "num_experts is 4096; allowed with the cuda engine: ≤ 2048"),
-        ({"shape": torch.Size((T, 12))}, "a row of 12 × torch.bfloat16 has 24 bytes; allowed: multiples of 16"),
+        ({"hidden": 12}, "a row of 12 × torch.bfloat16 has 24 bytes; allowed: multiples of 16 up to 32768"),
+        ({"hidden": 32784, "dtype": 1}, "a row of 32784 × torch.float8_e4m3fn has 32784 bytes; allowed: multiples"),
     ],
 )
 def test_what_the_kernels_cannot_do(changes: dict[str, Any], message: str) -> None:
-    for _ in range(2):
+    with pytest.raises(ConfigError, match=message):
+        plan(**changes)
+    if "hidden" not in changes or "dtype" not in changes:  # rows of a combine are bf16
+        sizes = {"num_tokens": T, "hidden": H, "num_topk": K, "num_experts": E} | changes
         with pytest.raises(ConfigError, match=message):
-            plan(**changes)
+            _cuda.CombinePlan(**sizes)
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("num_tokens", "max_tokens", "bound", "message"),
     [
-        ({"shape": torch.Size((1 << 17, H))}, "tokens of rank 1 are 131072; allowed with the cuda engine: ≤ 65536"),
-        ({"max_tokens": 99}, "rows of x is 100 at rank 1; allowed: ≤ num_max_tokens_per_rank = 99"),
-        (
-            {"bound": 51, "common_bound": 50},
-            "num_dispatched_tokens of rank 1 is 51; allowed: ≤ 50, what all ranks can send",
-        ),
+        (1 << 17, None, 50, "tokens of rank 1 are 131072; allowed with the cuda engine: ≤ 65536"),
+        (T, 99, 50, "rows of x is 100 at rank 1; allowed: ≤ num_max_tokens_per_rank = 99"),
+        (T, None, 51, "num_dispatched_tokens of rank 1 is 51; allowed: ≤ 50, what all ranks can send"),
+        (T, None, 50, None),
     ],
 )
-def test_what_one_rank_gets_wrong_is_told_in_the_call(changes: dict[str, Any], message: str) -> None:
-    given = SHAPE._replace(common_bound=50)
-    right, wrong = (plan_dispatch(RANK, NUM_RANKS, shape) for shape in (given, given._replace(**changes)))
-    assert (right.refusal, right.native.is_refused, right.num_tokens) == (None, False, T)
-    assert (wrong.refusal, wrong.native.is_refused) == (message, True)
-    assert wrong.num_tokens == (T if "bound" in changes else 0)
+def test_what_one_rank_gets_wrong_is_told_in_the_call(
+    num_tokens: int, max_tokens: int | None, bound: int, message: str | None
+) -> None:
+    topk_idx = torch.zeros(num_tokens, K, dtype=torch.int64)
+    rows = Rows(torch.zeros(num_tokens, 8, dtype=torch.bfloat16))
+    request = DispatchRequest(rows, Routing(topk_idx, None, E, max_tokens=max_tokens), bound, common_bound=50)
+    planned = plan_between(request, RankGrid(RANK, NUM_RANKS, 2))
+    assert planned.refusal == message
+    assert (planned.native.refusal is None) == (message is None)
+    assert planned.native.num_tokens == (T if bound == 51 or message is None else 0)
 
 
 def test_the_checks_and_the_kernels_take_the_same_top_k() -> None:
@@ -102,18 +97,16 @@ def test_the_checks_and_the_kernels_take_the_same_top_k() -> None:
 
 def test_native_plans_refuse_what_no_control_block_has_room_for() -> None:
     """The last check before a size becomes an address; Python has looked before."""
-    for changes, value in [({"num_topk": 33}, 33), ({"num_experts": 2049}, 2049), ({"bound": -1}, -1)]:
+    for changes, value in [({"num_topk": 33}, 33), ({"bound": -1}, -1)]:
         with pytest.raises(ValueError, match=f"is {value}; allowed"):
-            _cuda.DispatchShape(SHAPE._replace(**changes), RANK, NUM_RANKS)  # type: ignore[arg-type]
+            _cuda.DispatchShape(**SIZES | changes)
     with pytest.raises(ValueError, match="is 73; allowed"):
-        _cuda.DispatchPlan(SHAPE._replace(num_experts=2044), RANK, 73)
+        plan(num_experts=2044, num_ranks=73)
 
 
 def test_native_plans_know_every_dtype() -> None:
-    widths = [(dtype, dtype.itemsize) for dtype in DTYPES]
-    assert [plan(dtype=dtype, expert_range=None, has_weights=False).record_bytes // H for dtype, _ in widths] == [
-        width for _, width in widths
-    ]
+    plans = [plan(dtype=dtype_code(dtype), expert_range=None, has_weights=False) for dtype in DTYPES]
+    assert [each.record_bytes // H for each in plans] == [dtype.itemsize for dtype in DTYPES]
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("hybrid_ep._cuda")
 from hybrid_ep import _cuda
-from hybrid_ep.engine.cuda.plan import plan_dispatch
-from tests.unit.test_cuda_plan import NUM_RANKS, SHAPE, E, K
+from tests.unit.test_cuda_plan import NUM_RANKS, E, K, plan
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -41,8 +39,7 @@ def test_low_latency_region(num_ranks: int, max_tokens: int, topk: int, hidden: 
 @pytest.mark.parametrize(("row", "pad_multiple"), [("handle", 0), ("handle, sorted by expert", 1)])
 def test_handle(row: str, pad_multiple: int) -> None:
     sizes = {"tokens": 4096, "ranks": NUM_RANKS, "topk": K, "local_experts": E // NUM_RANKS}
-    shape = SHAPE._replace(shape=torch.Size((sizes["tokens"], 64)), pad_multiple=pad_multiple)
-    used = 4 * plan_dispatch(0, NUM_RANKS, shape).native.route_ints
+    used = 4 * plan(num_tokens=sizes["tokens"], rank=0, pad_multiple=pad_multiple).route_ints
     formula = given("cuda_engine.md", rf"\| {row} \| (4 × \(.*?²[^)]*\))")
     for words, python in (("×", "*"), ("²", "**2"), ("top-k", "topk"), ("local experts", "local_experts")):
         formula = formula.replace(words, python)

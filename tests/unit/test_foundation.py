@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import enum
 import pickle
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,9 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hybrid_ep
-from hybrid_ep import _C, Config, ConfigError, EventOverlap, TopologyError, env, errors
-from hybrid_ep.core import checks
-from hybrid_ep.core.checks import Passed, row_traits, traits
+from hybrid_ep import Config, ConfigError, EventOverlap, TopologyError, env, errors
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.engine.select import choose_engine
 from hybrid_ep.engine.torch.records import RecordFormat
@@ -66,87 +62,6 @@ def test_variables_have_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
         assert variable.get() == variable.default
     monkeypatch.setenv("HYBRID_EP_TIMEOUT_S", "2.5")
     assert env.TIMEOUT_S.get() == 2.5
-
-
-class Size(enum.IntEnum):
-    SMALL, LARGE = 1, 2
-
-
-# The second as for arguments that are no plain tensors.
-@pytest.mark.parametrize("traits", [traits, checks._traits_of_any], ids=["C++", "Python"])
-def test_traits_differ_where_a_check_could(traits: Callable[..., object]) -> None:
-    tensor = torch.zeros(4, 6)
-    other = (
-        tensor.double(),
-        tensor.int(),
-        tensor.to(torch.float8_e4m3fn),
-        tensor.to(torch.uint8),
-        tensor.bool(),
-        tensor[:3],
-        tensor.flatten(),
-        tensor.t().contiguous().t(),
-        tensor[:, :3],
-        tensor[:, :0],
-        torch.zeros(4, 6, requires_grad=True),
-        torch.zeros(4, 6, device="meta"),
-        tensor.to_sparse(),
-        tensor.tolist(),
-        None,
-        True,
-        False,
-        0,
-        1,
-        -(2**63),
-        2**63,
-        *Size,
-    )
-    seen = [traits(each) for each in (tensor, *other)]
-    assert len(set(seen)) == len(seen)
-    assert traits(tensor, None) == traits(torch.ones(4, 6), None) != traits(None, tensor)
-    assert traits(tensor[:2], tensor[:1]) != traits(tensor[:1], tensor[:2])
-    assert traits(*[tensor] * 20) == traits(*[tensor] * 20) != traits(*[tensor] * 21)
-    assert traits(*[None] * 9) != traits(torch.zeros([1] * 9)) == traits(torch.ones([1] * 9))
-    with torch.no_grad():
-        assert traits(tensor) == traits(torch.zeros(4, 6, requires_grad=True)) == seen[0]
-    # These have no gaps, whatever their strides.
-    assert traits(tensor[:1]) == traits(torch.zeros(6, 1).t())
-    assert traits(tensor[:0]) == traits(torch.zeros(6, 0).t())
-
-
-@pytest.mark.parametrize("num_rows", [0, 1, 4])
-def test_traits_of_rows_are_those_of_another_number_of_rows(num_rows: int) -> None:
-    x, weights = torch.zeros(num_rows, 6), torch.zeros(num_rows, 2)
-    more = torch.zeros(num_rows + 1, 6), torch.zeros(num_rows + 1, 2)
-    seen = row_traits(num_rows, x, weights)
-    assert seen == row_traits(num_rows + 1, *more)
-    others = [
-        row_traits(num_rows, *more),
-        row_traits(num_rows, x, more[1]),
-        row_traits(num_rows, x.double(), weights),
-        row_traits(num_rows, x[:, :5].contiguous(), weights),
-        row_traits(num_rows, x, None),
-        row_traits(num_rows, x.flatten(), weights),
-        row_traits(num_rows, x[None], weights),
-        traits(x, weights),
-    ]
-    assert len({seen, *others}) == 1 + len(others)
-    with pytest.raises(TypeError):
-        row_traits(None, x)
-
-
-def test_traits_of_plain_tensors_are_read_by_cpp() -> None:
-    read = _C.traits_or(lambda *objects: objects)
-    assert isinstance(read(torch.zeros(2, 3), None, torch.zeros(3, dtype=torch.int64)), bytes)
-    parameter = torch.nn.Parameter(torch.zeros(2))
-    assert read(parameter, None) == (parameter, None)
-
-
-def test_what_has_passed_is_forgotten_when_it_is_much() -> None:
-    passed = Passed()
-    for size in range(3000):
-        passed.add(traits(torch.empty(size, device="meta")))
-        assert traits(torch.empty(size, device="meta")) in passed
-    assert 0 < len(passed) <= 1024
 
 
 def test_nobody_else_reads_the_environment() -> None:

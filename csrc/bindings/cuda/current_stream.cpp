@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "bindings/cuda/bindings.h"
-#include "calls/exchange_api.h"
+#include "bindings/exchange_api.h"
 
 namespace hybrid_ep::bindings {
 

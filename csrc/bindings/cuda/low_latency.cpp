@@ -1,4 +1,4 @@
-// The memory of low-latency calls and their plans. low_latency_calls.cpp has the calls.
+// The memory of low-latency calls and their plans. calls/low_latency.cpp has the calls.
 #include "bindings/cuda/low_latency.h"
 
 #include <algorithm>

@@ -3,7 +3,7 @@
 #include <memory>
 #include <utility>
 
-#include "calls/exchange_api.h"
+#include "bindings/exchange_api.h"
 
 namespace py = pybind11;
 

@@ -18,8 +18,6 @@ torch did not allocate.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,100 +25,22 @@ from torch import Tensor
 from hybrid_ep import _cuda
 from hybrid_ep.agree.roll_call import RollCall
 from hybrid_ep.core.streams import current_raw_stream, is_capturing
-from hybrid_ep.engine.cuda.route import Route
 from hybrid_ep.engine.cuda.symmetric import SymmetricMemory, kept
 from hybrid_ep.errors import ConfigError
 
-__all__ = ["Arena", "DispatchOutput", "SlotLease"]
+__all__ = ["Arena"]
 
 _INITIAL_SLOTS = 2
 _INITIAL_SLOT_BYTES = 64 << 20
 _GROWTH = 1.25  # a slot that was too small becomes this much larger than what it must hold
 _SLOT_ALIGN_BYTES = 2 << 20  # the page size of device memory
-_IN_GRAPH = -1  # csrc/runtime/communicator.h: kInGraph
-
-
-class DispatchOutput(NamedTuple):
-    """The tensors that a dispatch wrote to a slot and to the memory of its route; None for those that it has not.
-
-    Attributes:
-        rows: ``[n, H]``.
-        experts: ``[n, K]`` int64 local experts. Experts, weights and scales are here only if rows are by source.
-        weights: ``[n, K]`` float32.
-        scales: ``[n, …]``.
-        rank_prefix: ``[R, R]`` int32. Rank prefix, counts and overflow are here only if the call made its route.
-        counts: ``[LE]`` int64, padding included; expert-major only.
-        overflow: ``[1]`` int32; expert-major only.
-    """
-
-    rows: Tensor
-    experts: Tensor | None
-    weights: Tensor | None
-    scales: Tensor | None
-    rank_prefix: Tensor | None
-    counts: Tensor | None
-    overflow: Tensor | None
-
-    def copied(self) -> DispatchOutput:
-        """Returns the output with the tensors of the slot copied to memory of torch's own allocator."""
-        experts, weights, scales = (None if tensor is None else tensor.clone() for tensor in self[1:4])
-        return self._replace(rows=self.rows.clone(), experts=experts, weights=weights, scales=scales)
-
-
-class SlotLease:
-    """A slot for the rows of a dispatch. The end of a ``with`` block frees it, unless results hold it.
-
-    Attributes:
-        slot_idx: of the slot; 0 where none was free.
-        is_captured: whether the dispatch becomes part of a CUDA graph.
-        slots_wanted: what the dispatch publishes about the pool (`Communicator.dispatch`).
-    """
-
-    __slots__ = ("_pool", "is_captured", "slot_idx", "slots_wanted")
-
-    def __init__(self, pool: _cuda.SlotPool, stream: int) -> None:
-        self._pool: _cuda.SlotPool | None = pool
-        self.slot_idx, self.is_captured = pool.take(stream)
-        self.slots_wanted = _IN_GRAPH
-
-    def output(self, plan: _cuda.DispatchPlan, num_rows: int, route: Route) -> DispatchOutput:
-        """Returns what a dispatch of this plan wrote; the tensors hold the slot from now on.
-
-        Tensors of slot 0 are valid until the next call only.
-        """
-        assert self._pool is not None
-        output = DispatchOutput(*self._pool.tensors(self.slot_idx, plan, num_rows, route.chunk.memory, route.address))
-        self._pool = None
-        return output
-
-    def output_between(self, plan: _cuda.DispatchShape, num_rows: int) -> DispatchOutput:
-        """Returns the output of a dispatch between domains: the tensors of the slot, without those of the route."""
-        assert self._pool is not None
-        output = DispatchOutput(*self._pool.tensors_between(self.slot_idx, plan, num_rows))
-        self._pool = None
-        return output
-
-    def give_back(self) -> None:
-        """Frees the slot. May be called again."""
-        if self._pool is not None:
-            pool, self._pool = self._pool, None
-            pool.release(self.slot_idx)
-
-    def __enter__(self) -> SlotLease:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.give_back()
 
 
 class Arena:
     """The slots of one engine; they grow when a call needs more.
 
     Attributes:
-        pool: which slots are free.
-        is_short: whether the next call publishes that a result was copied; `lease` does.
+        slots: leases slots to dispatches.
 
     Args:
         roll_call: of the ranks of the domain.
@@ -142,8 +62,8 @@ class Arena:
         self._most_slots = most_slots
         self._captured: list[SymmetricMemory] = []
         self._number = 0  # of the memory, equal at all ranks; a graph keeps its memory, so calls compare it
-        self.is_short = False
         self._is_full = False  # no memory for more slots; equal at all ranks
+        self.slots = _cuda.Slots(self, communicator, kept)
         self._allocate(_INITIAL_SLOT_BYTES, min(_INITIAL_SLOTS, most_slots))
 
     @property
@@ -158,7 +78,7 @@ class Arena:
     @property
     def num_free(self) -> int:
         """Slots that are free for the next dispatches."""
-        return self.pool.num_free
+        return self._pool.num_free
 
     def holds(self, num_bytes: int) -> bool:
         """Returns whether a slot is at least this large.
@@ -210,41 +130,31 @@ class Arena:
         self._replace(_INITIAL_SLOT_BYTES, min(_INITIAL_SLOTS, self._most_slots))
         self._is_full = False
 
-    def lease(self, stream: int) -> SlotLease:
-        """Returns a slot for the next dispatch on the stream. Collective where the ranks have agreed on more slots.
+    def grow_pool(self, num_slots: int) -> None:
+        """Makes the pool larger, as the ranks have agreed. Collective.
 
         Raises:
             TimeoutError: a rank did not come to make the pool larger.
         """
-        agreed = self._communicator.slots_agreed(stream)
-        if agreed > self._num_slots and not self._is_full:
-            try:
-                self._replace(self._slot_bytes, agreed)
-            except ConfigError:
-                # Some GPU has no memory left, as every rank knows: results are copied, and no rank tries again.
-                self._is_full = True
-        lease = SlotLease(self.pool, stream)
-        self.is_short |= lease.slot_idx == 0
-        if not lease.is_captured:
-            kept.clear()
-            lease.slots_wanted = self._more_slots if self.is_short and not self._is_full else 0
-            self.is_short = False
-        return lease
-
-    def note_use(self, stream: int) -> None:
-        """Must be called by other users of slot 0. A captured use keeps the memory for good."""
-        self.pool.note_use(stream)
+        if self._is_full:
+            return
+        try:
+            self._replace(self._slot_bytes, num_slots)
+        except ConfigError:
+            # Some GPU has no memory left, as every rank knows: results are copied, and no rank tries again.
+            self._is_full = True
+            self.slots.use(self._pool, 0)
 
     def record_stream(self, tensor: Tensor, stream: torch.Stream) -> None:
         """See `Engine.record_stream`. Memory of an earlier pool serves no other call."""
         tensor.record_stream(stream)
         assert isinstance(stream, torch.cuda.Stream)
-        self.pool.record_stream(tensor.data_ptr(), stream.cuda_stream)
+        self._pool.record_stream(tensor.data_ptr(), stream.cuda_stream)
 
     def _replace(self, slot_bytes: int, num_slots: int) -> None:
         # A peer may still be writing here, and freeing a mapping does not wait for it: so a barrier comes first.
         torch.cuda.synchronize(self._device)
-        memory, was_captured = self._memory, self.pool.was_captured
+        memory, was_captured = self._memory, self._pool.was_captured
         self._allocate(slot_bytes, num_slots)
         if was_captured:
             self._captured.append(memory)  # graphs have its addresses
@@ -256,8 +166,7 @@ class Arena:
         self._slot_bytes, self._num_slots = slot_bytes, num_slots
         self._number += 1
         wanted = min(max(num_slots + _INITIAL_SLOTS, num_slots * 3 // 2), self._most_slots)
-        self._more_slots = wanted if wanted > num_slots else 0
-        self.pool = _cuda.SlotPool(
+        self._pool = _cuda.SlotMemory(
             base=self._memory.local.data_ptr(),
             slot_bytes=self._slot_bytes,
             num_slots=num_slots + 1,
@@ -265,4 +174,5 @@ class Arena:
             memory=self._memory,
             current_stream=current_raw_stream,
         )
+        self.slots.use(self._pool, wanted if wanted > num_slots else 0)
         self._communicator.set_arena(self._memory.addresses, self._slot_bytes, self._number)

@@ -37,21 +37,13 @@ from hybrid_ep.engine.calls import (
     Rows,
     state_of,
 )
-from hybrid_ep.engine.cuda.arena import Arena, DispatchOutput, SlotLease
+from hybrid_ep.engine.cuda.arena import Arena
 from hybrid_ep.engine.cuda.between_combine import combine
 from hybrid_ep.engine.cuda.between_faults import BetweenFaults
 from hybrid_ep.engine.cuda.between_route import BetweenRoute, RouteSizes
 from hybrid_ep.engine.cuda.low_latency_between import LowLatencyBetween, OpenedLink
 from hybrid_ep.engine.cuda.low_latency_choice import LowLatencyChoice
-from hybrid_ep.engine.cuda.plan import (
-    CombineShape,
-    DispatchShape,
-    plan_combine,
-    plan_dispatch_between,
-    scale_kind,
-    shape_along,
-    shape_of,
-)
+from hybrid_ep.engine.cuda.plan import plan_between, plan_between_along, sizes_of_rows
 from hybrid_ep.engine.cuda.refuse import refuse_between
 from hybrid_ep.engine.cuda.route import HostCounts, address, aligned_rows, route_memory
 from hybrid_ep.engine.cuda.symmetric import SymmetricMemory, map_peers_of
@@ -176,8 +168,8 @@ class CudaBetween(LowLatencyChoice):
         if bound is None and is_capturing(self._index):
             raise ConfigError("a captured dispatch has no bound; allowed: num_worst_tokens")
         topk_idx, num_experts = packed(routing.topk_idx), routing.num_experts
-        planned = plan_dispatch_between(self.grid.rank, self.grid.num_ranks, shape_of(request, self.grid))
-        plan, num_tokens = planned.native, planned.num_tokens
+        planned = plan_between(request, self.grid)
+        plan, num_tokens = planned.native, planned.native.num_tokens
         again = ABSENT if request.again is None else state_of(request.again, BetweenRoute).number
         checksum = address(None if request.replicas is None else request.replicas.checksum)
         num_topk = topk_idx.shape[1]
@@ -188,7 +180,7 @@ class CudaBetween(LowLatencyChoice):
         sent, reported = aligned_rows(rows), None
         if bound is None:
             reported = torch.empty(num_experts // self.grid.num_ranks, dtype=torch.int32, device="cpu")
-        lease = self._arena.lease(stream)
+        lease = self._arena.slots.lease(stream)
         try:
             while True:
                 chunk, base = self._routes.take(sizes.num_ints(held_capacity), stream, alone=lease.is_captured)
@@ -223,14 +215,13 @@ class CudaBetween(LowLatencyChoice):
             route = BetweenRoute(chunk, base, sizes, held_capacity, *num_rows, crossed, number)
             self._count_traffic(route, plan.record_bytes)
             matrix = route.rank_prefix_matrix()
-            output = _results(lease, plan, route.num_recv)
+            data, scales, experts, weights = lease.results(plan, route.num_recv)
             self._end_launch()
         finally:
             lease.give_back()
-        assert output.experts is not None
+        assert experts is not None
         handle = DispatchHandle(matrix, num_tokens, route.num_recv, num_experts, num_topk, self.grid, route)
-        received = Rows(output.rows, output.scales)
-        return Dispatched(received, output.experts, output.weights, reported, handle)
+        return Dispatched(Rows(data, scales), experts, weights, reported, handle)
 
     def _held_capacity_for(self, sizes: RouteSizes, max_rows: int | None) -> int:
         """Returns for how many records, which this rank forwards, a new route has memory.
@@ -255,12 +246,11 @@ class CudaBetween(LowLatencyChoice):
         route = state_of(handle, BetweenRoute)
         stream = self._begin_launch()
         route.chunk.note_use(stream)
-        shape = shape_along(request, handle, 0, route.max_recv)
-        planned = plan_dispatch_between(self.grid.rank, self.grid.num_ranks, shape)
+        planned = plan_between_along(request, handle, route.max_recv, self.grid)
         plan = planned.native
         self._arena.holds(planned.slot_bytes)
         sent = aligned_rows(request.rows)
-        lease = self._arena.lease(stream)
+        lease = self._arena.slots.lease(stream)
         try:
             while True:
                 host_counts = self._launch(
@@ -270,19 +260,19 @@ class CudaBetween(LowLatencyChoice):
                     break
                 lease = self._lease_larger(lease, plan, host_counts, stream)
             self._count_traffic(route, plan.record_bytes)
-            output = _results(lease, plan, route.num_recv)
+            data, scales, _, _ = lease.results(plan, route.num_recv)
             self._end_launch()
         finally:
             lease.give_back()
-        return Rows(output.rows, output.scales)
+        return Rows(data, scales)
 
     def _lease_larger(
-        self, lease: SlotLease, plan: _cuda.DispatchShape, host_counts: HostCounts, stream: int
-    ) -> SlotLease:
+        self, lease: _cuda.SlotLease, plan: _cuda.DispatchShape, host_counts: HostCounts, stream: int
+    ) -> _cuda.SlotLease:
         """Gives a slot back that some rank has found too small; returns one that holds the rows. Collective."""
         lease.give_back()
         self._arena.ensure(plan.slot_bytes_for(host_counts.max_recv))
-        return self._arena.lease(stream)
+        return self._arena.slots.lease(stream)
 
     def _launch(
         self,
@@ -294,7 +284,7 @@ class CudaBetween(LowLatencyChoice):
         checksum: int,
         held_capacity: int,
         handle: int,
-        lease: SlotLease,
+        lease: _cuda.SlotLease,
         stream: int,
         reported: Tensor | None,
     ) -> HostCounts | None:
@@ -324,7 +314,7 @@ class CudaBetween(LowLatencyChoice):
             stream=stream,
         )
         self._count_launch()
-        if counts_epoch == 0 or plan.is_refused:
+        if counts_epoch == 0 or plan.refusal is not None:
             return None
         return self._wait_for_counts(counts_epoch, stream, reported)
 
@@ -357,25 +347,19 @@ class CudaBetween(LowLatencyChoice):
 
     def chunks_of(self, rows: Rows, num_topk: int, num_experts: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Returns tokens of a chunk and its bytes: of a dispatch with weights, of a combine without."""
-        num_tokens, hidden = rows.data.shape
-        bf16 = torch.bfloat16
-        shape = DispatchShape(
-            rows.data.shape,
-            rows.data.dtype,
-            scale_kind(rows),
-            num_topk,
-            num_experts,
-            True,
-            True,
-            (0, num_experts),
-            0,
-            None,
-            None,
-            None,
-            None,
+        sizes = sizes_of_rows(rows)
+        dispatch = _cuda.DispatchShape(
+            rank=self.grid.rank,
+            num_ranks=self.grid.num_ranks,
+            **sizes,
+            num_topk=num_topk,
+            num_experts=num_experts,
+            has_weights=True,
+            expert_range=(0, num_experts),
         )
-        dispatch = plan_dispatch_between(self.grid.rank, self.grid.num_ranks, shape).native
-        combine = plan_combine(CombineShape(num_tokens, hidden, bf16, num_topk, num_experts, 0))
+        combine = _cuda.CombinePlan(
+            num_tokens=sizes["num_tokens"], hidden=sizes["hidden"], num_topk=num_topk, num_experts=num_experts
+        )
         return _cuda.between_chunk(dispatch), _cuda.between_chunk(combine)
 
     @one_at_a_time
@@ -394,14 +378,16 @@ class CudaBetween(LowLatencyChoice):
     def common_bound_of(self, handle: DispatchHandle) -> int:
         return state_of(handle, BetweenRoute).max_recv
 
-    def tokens_per_expert(self, handle: DispatchHandle) -> Tensor:
+    @staticmethod
+    def tokens_per_expert(handle: DispatchHandle) -> Tensor:
         return state_of(handle, BetweenRoute).tokens_per_expert()
 
-    def rows_by_source(self, handle: DispatchHandle) -> Tensor:
+    @staticmethod
+    def rows_by_source(handle: DispatchHandle) -> Tensor:
         if handle.rank_prefix_matrix.numel():
-            return super().rows_by_source(handle)
+            return LowLatencyChoice.rows_by_source(handle)
         counts = state_of(handle, BetweenRoute).rows_to_ranks()
-        return counts[:, self.grid.domain_rank].cumsum(0, dtype=torch.int32)
+        return counts[:, handle.grid.domain_rank].cumsum(0, dtype=torch.int32)
 
     @property
     def default_num_sms(self) -> int:
@@ -521,9 +507,3 @@ class CudaBetween(LowLatencyChoice):
             keeps_other_peers=joins_all,
         )
         return OpenedLink(link, map_peers)
-
-
-def _results(lease: SlotLease, plan: _cuda.DispatchShape, num_rows: int) -> DispatchOutput:
-    """The output of a dispatch, in the slot itself or copied out of slot 0."""
-    output = lease.output_between(plan, num_rows)
-    return output if lease.slot_idx else output.copied()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from hybrid_ep import _cuda
 from hybrid_ep.engine.calls import Combined, CombineRequest, DispatchHandle, state_of
 from hybrid_ep.engine.cuda.between_route import BetweenRoute
 from hybrid_ep.engine.cuda.compare import compare_calls
-from hybrid_ep.engine.cuda.plan import CombineShape, combine_shape_of, plan_combine
 from hybrid_ep.engine.cuda.route import address, aligned
 
 if TYPE_CHECKING:
@@ -26,10 +25,18 @@ def combine(engine: CudaBetween, request: CombineRequest, handle: DispatchHandle
     route = state_of(handle, BetweenRoute)
     stream = engine._begin_launch()
     route.chunk.note_use(stream)
-    shape = combine_shape_of(request, handle)
-    plan = plan_combine(shape)
-    engine._arena.ensure(plan.slot_bytes_for(route.max_sums), lambda: _compare(engine, shape, route, stream))
-    engine._arena.note_use(stream)
+    sizes: dict[str, Any] = {
+        "hidden": data.shape[1],
+        "num_topk": handle.num_topk,
+        "num_experts": handle.num_experts,
+        "num_weights": 0 if weights is None else weights.shape[1],
+        "num_sms": request.num_sms,
+    }
+    plan = _cuda.CombinePlan(num_tokens=handle.num_tokens, **sizes)
+    # Ranks compare a combine without tokens as if it had them.
+    compared = _cuda.CombinePlan(num_tokens=0, **sizes)
+    engine._arena.ensure(plan.slot_bytes_for(route.max_sums), lambda: _compare(engine, compared, route, stream))
+    engine._arena.slots.note_use(stream)
 
     def make_sums() -> tuple[Tensor, Tensor | None]:
         sums = torch.empty(handle.num_tokens, data.shape[1], dtype=data.dtype, device=data.device)
@@ -83,10 +90,9 @@ def combine_without_rows(
     engine._count_launch()
 
 
-def _compare(engine: CudaBetween, shape: CombineShape, route: BetweenRoute, stream: int) -> None:
+def _compare(engine: CudaBetween, plan: _cuda.CombinePlan, route: BetweenRoute, stream: int) -> None:
     """Compares the combines of the ranks, before slots grow for them: see compare.py."""
     no_rows = torch.zeros(route.sizes._replace(num_tokens=0).num_ints(0), dtype=torch.int32, device=engine.device)
-    plan = plan_combine(shape.compared())
     compare_calls(
         engine.device,
         engine._begin_launch,

@@ -1,9 +1,8 @@
 """The cuda engine: hand-written kernels for the GPUs of one NVLink domain.
 
-A call is one launch on the current stream (`_cuda.Communicator`). docs/internals/cuda_engine.md describes the kernels.
-This file has the begin and the end of calls, and what is kept between them. Dispatches are in dispatch.py, combines in
-combine.py, what repeats either in repeated.py, copies of experts in experts.py, low-latency calls in low_latency.py.
-What calls of one shape have in common is in plan.py.
+A call is one launch on the current stream, which one call of C++ makes (`_cuda.Domain`, csrc/calls/domain.h). What all
+ranks do together beside kernels is here and in arena.py: growth of memory, comparison of calls, faults. Copies of
+experts are in experts.py, low-latency calls in low_latency.py. docs/internals/cuda_engine.md describes the kernels.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from hybrid_ep.agree.board import Board
 from hybrid_ep.agree.losses import Losses
 from hybrid_ep.agree.refusals import Refusals
 from hybrid_ep.agree.roll_call import RollCall
-from hybrid_ep.core.checks import Passed
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.streams import current_raw_stream, is_capturing
 from hybrid_ep.engine.base import Engine, one_at_a_time
@@ -39,35 +37,17 @@ from hybrid_ep.engine.calls import (
     LowLatencyHandle,
     Permuted,
     PermuteHandle,
-    RepeatedCombineDense,
-    RepeatedPermuted,
-    RepeatedPermutedAlong,
-    RepeatedUnpermute,
     Rows,
     state_of,
 )
 from hybrid_ep.engine.cuda.arena import Arena
-from hybrid_ep.engine.cuda.combine import combine, combine_permuted
 from hybrid_ep.engine.cuda.compare import compare_calls
-from hybrid_ep.engine.cuda.dispatch import dispatch, dispatch_along, dispatch_permuted, dispatch_permuted_along
 from hybrid_ep.engine.cuda.experts import ExpertCopier
 from hybrid_ep.engine.cuda.faults import as_error
 from hybrid_ep.engine.cuda.low_latency import CudaLowLatency
 from hybrid_ep.engine.cuda.refuse import refuse_within
-from hybrid_ep.engine.cuda.repeated import (
-    RepeatedCombine,
-    RepeatedDispatch,
-    RepeatedDispatchAlong,
-    repeat_along,
-    repeat_combine,
-    repeat_combine_dense,
-    repeat_dispatch,
-    repeat_permuted,
-    repeat_permuted_along,
-    repeat_unpermute,
-)
-from hybrid_ep.engine.cuda.route import Route, route_memory
-from hybrid_ep.engine.cuda.symmetric import SymmetricMemory, kept
+from hybrid_ep.engine.cuda.route import PermuteState, route_memory
+from hybrid_ep.engine.cuda.symmetric import SymmetricMemory
 from hybrid_ep.engine.torch.engine import TorchEngine
 from hybrid_ep.errors import ConfigError, HybridEPError, TimeoutError, TransportError
 
@@ -114,7 +94,17 @@ class CudaEngine(Engine):
         self._routes = route_memory(self.device)
         self.number = number
         self._order = _cuda.LaunchOrder(self._index, current_raw_stream, self.busy)
-        self._repeated = Passed()  # by shape: what repeats a call
+        self._domain = _cuda.Domain(
+            engine=self,
+            rank=grid.rank,
+            num_ranks=grid.num_ranks,
+            number=number,
+            communicator=self._communicator,
+            launches=self._order,
+            routes=self._routes,
+            slots=self._arena.slots,
+            device=self.device,
+        )
         self._late: HybridEPError | None = None  # that the call which is being made raises when it has been launched
         board = None if group is None else Board.of(group).at(f"buffer {number}")
         self._refusals = Refusals(None if board is None else board.at("refused calls"), grid.rank)
@@ -133,11 +123,9 @@ class CudaEngine(Engine):
         self._low_latency.lost = self._torch.lost = roll_call.lost = self.lost
 
     @property
-    def slots_now(self) -> _cuda.SlotPool | None:
-        """The slots for a call that can be one call of C++; None: it cannot, for there is more to be done."""
-        arena = self._arena
-        has_work = self._late is not None or not self._low_latency.is_quiet or arena.is_short or kept
-        return None if has_work else arena.pool
+    def is_quiet(self) -> bool:
+        """Whether no fault of an earlier call is still to be raised."""
+        return self._late is None and self._low_latency.is_quiet
 
     @property
     def memory_bytes(self) -> int:
@@ -146,69 +134,48 @@ class CudaEngine(Engine):
 
     @one_at_a_time
     def dispatch(self, request: DispatchRequest) -> Dispatched:
-        repeat = None if request.bound is None else self.repeat_of(request)
-        if repeat is None:
-            return self.dispatch_in_steps(request)
-        routing = request.routing
-        rows, topk_idx, topk_weights, counts, handle = repeat(*request.rows, routing.topk_idx, routing.topk_weights)
-        return Dispatched(Rows(*rows), topk_idx, topk_weights, counts, handle)
-
-    def dispatch_in_steps(self, request: DispatchRequest) -> Dispatched:
-        return dispatch(self, request)
-
-    def repeat_of(
-        self, request: DispatchRequest, *, returns_topk: bool = False, num_received: int | None = None
-    ) -> RepeatedDispatch | None:
-        return repeat_dispatch(self, request, returns_topk, num_received)
+        data, scales, topk_idx, topk_weights, counts, rank_prefix, route = self._domain.dispatch(request)
+        handle = self._handle(request, rank_prefix, route)
+        return Dispatched(Rows(data, scales), topk_idx, topk_weights, counts, handle)
 
     @one_at_a_time
     def dispatch_cached(self, request: CachedDispatchRequest, handle: DispatchHandle) -> Rows:
-        return Rows(*self.repeat_of_cached(request, handle)(*request.rows, handle))
-
-    def dispatch_cached_in_steps(self, request: CachedDispatchRequest, handle: DispatchHandle) -> Rows:
-        return dispatch_along(self, request, handle)
-
-    def repeat_of_cached(self, request: CachedDispatchRequest, handle: DispatchHandle) -> RepeatedDispatchAlong:
-        return repeat_along(self, request, handle)
+        return Rows(*self._domain.dispatch_along(request, handle))
 
     @one_at_a_time
     def combine(self, request: CombineRequest, handle: DispatchHandle) -> Combined:
-        return Combined(*self.repeat_of_combine(request, handle)(request.data, request.weights, request.bias, handle))
-
-    def combine_in_steps(self, request: CombineRequest, handle: DispatchHandle) -> Combined:
-        """Makes any combine of received rows, as `dispatch_in_steps`."""
-        return combine(self, request, handle)
-
-    def repeat_of_combine(self, request: CombineRequest, handle: DispatchHandle) -> RepeatedCombine:
-        return repeat_combine(self, request, handle)
-
-    def repeat_of_combine_dense(
-        self, request: CombineRequest, handle: DispatchHandle, num_received: int
-    ) -> RepeatedCombineDense:
-        return repeat_combine_dense(self, request, handle, num_received)
+        return Combined(*self._domain.combine(request, handle))
 
     @one_at_a_time
     def dispatch_permuted(self, request: DispatchRequest) -> Permuted:
-        return dispatch_permuted(self, request)
-
-    def repeat_of_permuted(self, request: DispatchRequest) -> RepeatedPermuted | None:
-        return repeat_permuted(self, request)
+        results = self._domain.dispatch_by_expert(request)
+        data, scales, probs, counts, rank_prefix, overflow, route, chunk, kept = results
+        if not isinstance(counts, Tensor):
+            counts = torch.tensor(counts, dtype=torch.int64, device="cpu")
+        handle = PermuteHandle(
+            self._handle(request, rank_prefix, route),
+            counts,
+            data.shape[0],
+            request.pad_multiple,
+            PermuteState(chunk, kept, self._communicator),
+            overflow,
+        )
+        return Permuted(Rows(data, scales), probs, counts, handle)
 
     @one_at_a_time
     def dispatch_permuted_cached(self, request: CachedDispatchRequest, handle: PermuteHandle) -> Rows:
-        return dispatch_permuted_along(self, request, handle)
-
-    def repeat_of_permuted_cached(self, request: CachedDispatchRequest, handle: PermuteHandle) -> RepeatedPermutedAlong:
-        return repeat_permuted_along(self, request, handle)
+        state_of(handle, PermuteState)
+        return Rows(*self._domain.dispatch_by_expert_along(request, handle))
 
     @one_at_a_time
     def combine_permuted(self, request: CombineRequest, handle: PermuteHandle) -> Combined:
-        return combine_permuted(self, request, handle)
+        state_of(handle, PermuteState)
+        return Combined(*self._domain.combine_by_expert(request, handle))
 
-    def repeat_of_combine_permuted(
-        self, request: CombineRequest, handle: PermuteHandle, *, is_dense: bool
-    ) -> RepeatedUnpermute:
-        return repeat_unpermute(self, request, handle, is_dense)
+    def _handle(self, request: DispatchRequest, rank_prefix: Tensor, route: _cuda.Route) -> DispatchHandle:
+        num_tokens, num_topk = request.routing.topk_idx.shape
+        num_experts = request.routing.num_experts
+        return DispatchHandle(rank_prefix, num_tokens, route.num_recv, num_experts, num_topk, self.grid, route)
 
     def allocate_spare(self, num_bytes: int, device: torch.device) -> Tensor:
         return self._experts.allocate(num_bytes) if device == self.device else super().allocate_spare(num_bytes, device)
@@ -222,8 +189,14 @@ class CudaEngine(Engine):
         self._end()
         return True
 
-    def tokens_per_expert(self, handle: DispatchHandle) -> Tensor:
-        return state_of(handle, Route).tokens_per_expert(handle.num_experts // self.grid.num_ranks)
+    def sent_topk_idx(self, handle: DispatchHandle, topk_idx: Tensor) -> Tensor:
+        return self._domain.sent_topk_idx(state_of(handle, _cuda.Route), *topk_idx.shape)
+
+    @staticmethod
+    def tokens_per_expert(handle: DispatchHandle) -> Tensor:
+        route = state_of(handle, _cuda.Route)
+        counts: Tensor = route.chunk.ints(route.address, route.counts_at, handle.num_experts // handle.grid.num_ranks)
+        return counts
 
     @property
     def default_num_sms(self) -> int:
@@ -236,7 +209,7 @@ class CudaEngine(Engine):
         return num_sms
 
     def common_bound_of(self, handle: DispatchHandle) -> int:
-        return state_of(handle, Route).max_recv
+        return state_of(handle, _cuda.Route).max_recv
 
     def exchange_expert_counts(self, num_tokens_per_expert: Tensor) -> Tensor:
         return self._torch.exchange_expert_counts(num_tokens_per_expert)

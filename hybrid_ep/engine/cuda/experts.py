@@ -80,5 +80,5 @@ class ExpertCopier:
         )
         num_bytes = self._communicator.staging_bytes(tensors, num_slots)
         self._arena.ensure(num_bytes, lambda: compare(lambda: launch(only_compares=True)))
-        self._arena.note_use(stream)
+        self._arena.slots.note_use(stream)
         launch(only_compares=False)

@@ -1,6 +1,6 @@
 """Low-latency dispatch and combine of the cuda engine; docs/low_latency.md describes them.
 
-Each call is one call of C++ (csrc/bindings/cuda/low_latency_calls.cpp), which plans, launches and makes the results.
+Each call is one call of C++ (csrc/calls/low_latency.cpp), which plans, launches and makes the results.
 With a hook it is two launches: one sends, and `finish` receives. Without a hook it is one. The host never waits for the
 device, so all can be captured in a CUDA graph. A fault that a kernel finds (a rank that does not come, an expert that
 does not exist) is therefore raised later, by the first `finish` that sees it. Until then kernels leave a lost rank out

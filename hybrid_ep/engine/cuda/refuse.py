@@ -15,8 +15,7 @@ from hybrid_ep.agree.fields import ABSENT
 from hybrid_ep.engine.calls import Rows
 from hybrid_ep.engine.cuda.between_combine import combine_without_rows
 from hybrid_ep.engine.cuda.between_route import RouteSizes
-from hybrid_ep.engine.cuda.dispatch import launch
-from hybrid_ep.engine.cuda.plan import CombineShape, DispatchShape
+from hybrid_ep.engine.cuda.plan import sizes_of_rows
 
 if TYPE_CHECKING:
     from hybrid_ep.engine.cuda.between import CudaBetween
@@ -27,34 +26,6 @@ __all__ = ["refuse_between", "refuse_within"]
 _HIDDEN = 8  # as few as kernels move
 
 
-def _dispatch_shape(num_ranks: int, number: int) -> DispatchShape:
-    experts = (0, num_ranks)
-    return DispatchShape(
-        shape=torch.Size((0, _HIDDEN)),
-        dtype=torch.bfloat16,
-        scales=None,
-        num_topk=1,
-        num_experts=num_ranks,
-        has_topk=True,
-        has_weights=False,
-        expert_range=experts,
-        pad_multiple=0,
-        bound=0,
-        common_bound=None,
-        num_sms=None,
-        max_tokens=None,
-        refusal=number,
-    )
-
-
-def _combine_plan(num_ranks: int, number: int) -> _cuda.CombinePlan:
-    return _cuda.CombinePlan(CombineShape(0, _HIDDEN, torch.bfloat16, 1, num_ranks, 0, refusal=number))
-
-
-def _no_rows(device: torch.device | None) -> Rows:
-    return Rows(torch.empty(0, _HIDDEN, dtype=torch.bfloat16, device=device))
-
-
 def refuse_within(engine: CudaEngine, call: str, number: int) -> None:
     """Takes part in a call inside a domain.
 
@@ -63,18 +34,10 @@ def refuse_within(engine: CudaEngine, call: str, number: int) -> None:
         call: as in `Engine.refuse`.
         number: of the refusal.
     """
-    num_ranks, stream = engine.grid.num_ranks, engine._begin()
     if call in ("combine", "copy of experts"):  # which share their words
-        no_rows = torch.zeros(num_ranks**2, dtype=torch.int32, device=engine.device)
-        plan = _combine_plan(num_ranks, number)
-        engine._communicator.combine(plan, 0, 0, 0, 0, 0, 0, 0, no_rows.data_ptr(), 0, None, 0, 0, 0, stream)
-        engine.num_calls += 1
+        engine._domain.refuse_combine(number)
     else:
-        planned = _cuda.DispatchPlan(_dispatch_shape(num_ranks, number), engine.grid.rank, num_ranks)
-        with engine._arena.lease(stream) as lease:
-            _, route = engine._routes.take(planned.route_ints, stream, alone=False)
-            launch(engine, planned, _no_rows(engine.device), 0, 0, route, 0, ABSENT, lease, stream)
-    engine._order.end()
+        engine._domain.refuse_dispatch(number)
 
 
 def refuse_between(engine: CudaBetween, call: str, number: int) -> None:
@@ -83,11 +46,23 @@ def refuse_between(engine: CudaBetween, call: str, number: int) -> None:
     sizes = RouteSizes(grid.num_domains, grid.num_ranks_per_domain, 0, 1, grid.num_ranks)
     no_rows = torch.zeros(sizes.num_ints(0), dtype=torch.int32, device=engine.device)
     if call == "combine":
-        plan = _combine_plan(grid.num_ranks, number)
+        plan = _cuda.CombinePlan(num_tokens=0, hidden=_HIDDEN, num_topk=1, num_experts=grid.num_ranks, refusal=number)
         combine_without_rows(engine, plan, no_rows, ABSENT, stream)
     else:
-        planned = _cuda.DispatchShape(_dispatch_shape(grid.num_ranks, number), grid.rank, grid.num_ranks)
-        rows = _no_rows(engine.device)
-        with engine._arena.lease(stream) as lease:
-            engine._launch(planned, rows, 0, 0, no_rows.data_ptr(), 0, 0, ABSENT, lease, stream, None)
+        rows = Rows(torch.empty(0, _HIDDEN, dtype=torch.bfloat16, device=engine.device))
+        shape = _cuda.DispatchShape(
+            rank=grid.rank,
+            num_ranks=grid.num_ranks,
+            **sizes_of_rows(rows),
+            num_topk=1,
+            num_experts=grid.num_ranks,
+            expert_range=(0, grid.num_ranks),
+            bound=0,
+            refusal=number,
+        )
+        lease = engine._arena.slots.lease(stream)
+        try:
+            engine._launch(shape, rows, 0, 0, no_rows.data_ptr(), 0, 0, ABSENT, lease, stream, None)
+        finally:
+            lease.give_back()
     engine._order.end()

@@ -1,4 +1,4 @@
-"""The state that the cuda engine keeps of a dispatch, and the conversion of tensors to arguments of kernels."""
+"""The memory of what the cuda engine keeps of a dispatch, and the conversion of tensors to arguments of kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ __all__ = [
     "Chunk",
     "HostCounts",
     "PermuteState",
-    "Route",
     "address",
     "aligned",
     "aligned_rows",
@@ -26,40 +25,6 @@ __all__ = [
 
 _INT_BYTES = 4
 _ROW_ALIGN_BYTES = _cuda.row_align_bytes
-
-
-class Route(NamedTuple):
-    """The state of the cuda engine in a DispatchHandle.
-
-    Attributes:
-        chunk: the memory that the route is a piece of.
-        address: of the piece; csrc/layout/route_layout.h has its layout.
-        counts_at: offset in it, in int32, of the tokens that arrived for each local expert.
-        num_recv: rows of the result: what arrived, or the bound.
-        max_recv: most rows of the result at any rank; what the slots of a cached dispatch must hold.
-        max_sent: most rows that any rank sends; what the slots of a combine must hold.
-        num_sent_away: rows that this rank sends to others; 0 where the host did not learn it.
-        num_from_away: rows that others send to this rank; likewise.
-        num_records: of received rows, which slots hold beside the rows of copies; 0 = as many as rows.
-        number: of the dispatch that made it, equal at all ranks.
-        stream: that the dispatch ran on, and that the chunk belongs to.
-    """
-
-    chunk: Chunk
-    address: int
-    counts_at: int
-    num_recv: int
-    max_recv: int
-    max_sent: int
-    num_sent_away: int
-    num_from_away: int
-    num_records: int
-    number: int
-    stream: int
-
-    def tokens_per_expert(self, num_local_experts: int) -> Tensor:
-        """``[LE]`` int32, without padding, as the kernel wrote it. On the current stream."""
-        return self.chunk.ints(self.address, self.counts_at, num_local_experts)
 
 
 @dataclass
@@ -79,6 +44,10 @@ class PermuteState:
 
     def __deepcopy__(self, memo: dict[int, object]) -> PermuteState:
         return self  # as Chunk
+
+    def note_use(self, stream: int) -> None:
+        """As `Chunk.note_use`."""
+        self.chunk.note_use(stream)
 
     def rows_of_copies(self, num_recv: int, num_topk: int) -> Tensor:
         """``[N, K]`` int32, as the kernel wrote it; rows that did not arrive are undefined. On the current stream."""

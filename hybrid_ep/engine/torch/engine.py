@@ -285,7 +285,8 @@ class TorchEngine(Engine):
             weights[row, column] = probs[dst_row]
         return self.combine(request._replace(data=sums.to(data.dtype), weights=weights), handle.dispatch)
 
-    def tokens_per_expert(self, handle: DispatchHandle) -> Tensor:
+    @staticmethod
+    def tokens_per_expert(handle: DispatchHandle) -> Tensor:
         return state_of(handle, _Route).num_tokens_per_expert
 
     @property

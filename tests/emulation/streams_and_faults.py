@@ -1,4 +1,4 @@
-"""Calls that repeat an earlier one, with tensors whose values are not checked, as on a GPU."""
+"""Calls on several streams, after faults and beside other calls, with tensors whose values are not read."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import functools
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 import hybrid_ep
 from hybrid_ep import ConfigError, env
+from hybrid_ep.buffers import normal_arguments
 from tests.battery import low_latency, normal
 from tests.battery.cases import Case
 from tests.battery.normal import equal, make_buffer, unread_values
@@ -381,7 +383,7 @@ def check_two_buffers() -> None:
 
 
 def check_normal_calls() -> None:
-    """Normal calls are one call of C++, and each records an event. They take steps on another stream, or in a fault."""
+    """Each normal call records an event once streams have changed. Another stream than the route's is noted."""
     from hybrid_ep.engine.cuda.route import Chunk
 
     case = Case("normal", dist.get_world_size(), 12)
@@ -391,9 +393,8 @@ def check_normal_calls() -> None:
         engine: Any = buffer.engine
         bound = 12 * case.num_ranks
 
-        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(inputs.topk_idx, case.num_experts)
-
         def received(topk_idx: torch.Tensor = inputs.topk_idx, bound: int = 0) -> tuple[torch.Tensor, Any]:
+            per_rank, _, per_expert, in_rank, _ = layout
             recv_x, *_, handle, _ = buffer.dispatch(
                 inputs.x,
                 num_tokens_per_rank=per_rank,
@@ -413,47 +414,29 @@ def check_normal_calls() -> None:
                 buffer.dispatch(inputs.x, handle=handle)
                 equal(buffer.combine(x, handle)[0], want, "combined_x")
 
-        steps = [
-            mock.patch.object(engine, f"{name}_in_steps", wraps=getattr(engine, f"{name}_in_steps"))
-            for name in ("dispatch", "dispatch_cached", "combine")
-        ]
-        with steps[0] as dispatches, steps[1] as cached, steps[2] as combines:
-
-            def taken() -> list[int]:
-                counts = [made.call_count for made in (dispatches, cached, combines)]
-                for made in (dispatches, cached, combines):
-                    made.reset_mock()
-                return counts
-
-            for _ in range(3):
-                check_step()
-            taken()
+        layout = buffer.get_dispatch_layout(inputs.topk_idx, case.num_experts)
+        check_step()
+        with on_stream(1):  # from now on events are recorded
             check_step()
-            assert taken() == [0, 0, 0]
-            with on_stream(1):  # from now on events are recorded
-                check_step()
-            taken()
-            begin = _num_done("records")
-            check_step()
-            # Six calls, and the slots of four results.
-            assert (taken(), _num_done("records") - begin) == ([0, 0, 0], 10)
+        begin = _num_done("records")
+        check_step()
+        assert _num_done("records") - begin == 10, "six calls, and the slots of four results"
 
-            handle = received()[1]
-            x = torch.zeros(handle.num_recv, case.hidden, dtype=torch.bfloat16)
-            taken()
-            with on_stream(1), mock.patch.object(Chunk, "note_use") as note_use:
-                buffer.dispatch(inputs.x, handle=handle)
-                buffer.combine(x, handle)
-            assert (taken(), note_use.call_count) == ([0, 1, 1], 2)
+        handle = received()[1]
+        x = torch.zeros(handle.num_recv, case.hidden, dtype=torch.bfloat16)
+        with on_stream(1), mock.patch.object(Chunk, "note_use") as note_use:
+            buffer.dispatch(inputs.x, handle=handle)
+            buffer.combine(x, handle)
+        assert note_use.call_count == 2
 
-            wrong = inputs.topk_idx.clone()
-            wrong[0, 0] = case.num_experts
+        wrong = inputs.topk_idx.clone()
+        wrong[0, 0] = case.num_experts
+        layout_of_right = SimpleNamespace(is_token_in_rank=layout[3])
+        with mock.patch.object(normal_arguments, "compute_layout", return_value=layout_of_right):
             received(wrong, bound)
-            with pytest.raises(ConfigError, match=f"has {case.num_experts}; allowed"):
-                buffer.combine(x, handle)
-            assert taken() == [0, 0, 1]
-            check_step()
-            engine.num_calls = 2**31 - 2  # of calls, as after days
-            check_step()
-            assert taken() == [0, 0, 0]
-            assert engine.num_calls == 2**31 + 4
+        with pytest.raises(ConfigError, match=f"has {case.num_experts}; allowed"):
+            buffer.combine(x, handle)
+        check_step()
+        engine.num_calls = 2**31 - 2  # of calls, as after days
+        check_step()
+        assert engine.num_calls == 2**31 + 4

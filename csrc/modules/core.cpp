@@ -11,9 +11,7 @@ PYBIND11_MODULE(_C, module) {
   hybrid_ep::calls::add_judge(module);
   hybrid_ep::bindings::add_layout(module);
   hybrid_ep::bindings::add_process_exit(module);
-  hybrid_ep::bindings::add_repeatable(module);
   hybrid_ep::bindings::add_sizes(module);
   hybrid_ep::bindings::add_topology(module);
-  hybrid_ep::bindings::add_traits(module);
   hybrid_ep::bindings::add_transport(module);
 }

@@ -4,7 +4,7 @@
 #include <pybind11/gil_safe_call_once.h>
 #include <pybind11/pybind11.h>
 
-#include "calls/dlpack_abi.h"
+#include "bindings/dlpack_abi.h"
 
 namespace hybrid_ep {
 

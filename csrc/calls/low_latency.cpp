@@ -1,5 +1,7 @@
 // Low-latency calls. Each is one call of C++: it plans, takes a buffer and memory for the results, launches, and makes
 // the tensors. Python grows the memory, and deals with faults and masks: hybrid_ep/engine/cuda/low_latency.py.
+#include "bindings/cuda/low_latency.h"
+
 #include <array>
 #include <cstdint>
 #include <functional>
@@ -10,7 +12,6 @@
 #include <vector>
 
 #include "bindings/cuda/address.h"
-#include "bindings/cuda/low_latency.h"
 #include "bindings/cuda/new_tensor.h"
 #include "bindings/cuda/ordered_launches.h"
 #include "bindings/cuda/route_memory.h"

@@ -1,0 +1,73 @@
+// The arguments of calls as C++ reads them: the requests of hybrid_ep/engine/calls.py, which say what the fields are.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "calls/route.h"
+#include "runtime/plan.h"
+
+namespace hybrid_ep::calls {
+
+// Raises ConfigError.
+[[noreturn]] void refuse(const std::string& text);
+
+// Throws ConfigError for sizes that no kernel takes.
+void require_sizes(int num_experts, int hidden, int dtype);
+
+// Rows and scales, each at a multiple of what bulk copies need; copied where the caller's are not.
+struct RowsArgument {
+  explicit RowsArgument(pybind11::handle rows);  // of a Rows
+
+  uintptr_t data_at = 0, scales_at = 0;
+  pybind11::object data, scales;  // scales: None for bf16
+  int num_tokens = 0, hidden = 0, dtype = 0;
+  int num_scales = 0, scale_dtype = kAbsent;
+};
+
+// A DispatchRequest.
+struct DispatchArguments {
+  DispatchArguments(pybind11::handle request, int rank, int num_ranks);
+
+  DispatchRequest sizes;
+  RowsArgument rows;
+  pybind11::object topk_idx, topk_weights;  // contiguous
+  uintptr_t checksum_at = 0;                // of a mapping of spare slots
+  int again = kAbsent;                      // number of the dispatch whose routing is sent again
+  int num_expert_sms = 0;
+};
+
+// A CachedDispatchRequest along a DispatchHandle.
+struct AlongArguments {
+  AlongArguments(pybind11::handle request, pybind11::handle handle, int pad_multiple);
+
+  DispatchRequest sizes;
+  RowsArgument rows;
+  Route* route;
+  int num_expert_sms = 0;
+};
+
+// A CombineRequest with a DispatchHandle. By expert, rows are of copies, and each has one weight.
+struct CombineArguments {
+  CombineArguments(pybind11::handle request, pybind11::handle handle, bool is_by_expert);
+
+  CombinePlan plan;
+  pybind11::object data, weights, bias[2];  // None where there is none
+  int num_rows, hidden;
+  Route* route;
+};
+
+// The fields of a PermuteHandle.
+struct ByExpertHandle {
+  explicit ByExpertHandle(pybind11::handle handle);
+
+  pybind11::object dispatch;  // the DispatchHandle
+  pybind11::object state;     // the PermuteState
+  int num_permuted, pad_multiple;
+  uintptr_t kept_at;
+};
+
+}  // namespace hybrid_ep::calls
