@@ -158,3 +158,26 @@ def test_lazy_tensors_are_refused(buffers: Buffers) -> None:
 def test_parameters_are_taken(buffers: Buffers) -> None:
     parameter = torch.nn.Parameter(X, requires_grad=False)
     assert torch.equal(buffers.normal.combine(parameter, buffers.handle)[0], X)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo:UserWarning")
+def test_compiled_programs_call_methods_of_buffers() -> None:
+    """Dynamo leaves the calls to Python, with the buffer that they are methods of."""
+    with Buffer(None, engine="torch") as buffer, HybridEPBuffer(None, H, T, E, engine="torch") as hybrid:
+
+        def step(x: Tensor) -> Tensor:
+            per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(TOPK, E)
+            received, *_, handle, _ = buffer.dispatch(
+                x,
+                num_tokens_per_rank=per_rank,
+                is_token_in_rank=in_rank,
+                num_tokens_per_expert=per_expert,
+                topk_idx=TOPK,
+                topk_weights=WEIGHTS,
+            )
+            rows, *_, permuted = hybrid.dispatch_with_permute(hidden=x, topk_idx=TOPK, num_of_experts=E)
+            again = hybrid.combine_with_unpermute(hidden=rows, handle=permuted)[0]
+            return buffer.combine(2 * received, handle)[0] + again
+
+        torch._dynamo.reset()
+        assert torch.equal(torch.compile(step, backend="eager")(X), step(X))

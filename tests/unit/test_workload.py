@@ -14,7 +14,7 @@ def workload(routing: str = "uniform", **changes: object) -> Workload:
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_batches_are_repeatable_and_differ_between_ranks_and_seeds(routing: str) -> None:
+def test_batches_follow_from_the_seed_and_differ_between_ranks(routing: str) -> None:
     first, again = make_batch(workload(routing), 1), make_batch(workload(routing), 1)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     for other in (make_batch(workload(routing), 2), make_batch(workload(routing, seed=1), 1)):
