@@ -6,13 +6,14 @@ import gc
 import weakref
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import hybrid_ep
 from tests.battery.cases import Case
 from tests.battery.normal import dispatch, make_buffer
 
-__all__ = ["check_dropped_buffers"]
+__all__ = ["check_dropped_buffers", "check_tables_of_a_dropped_buffer"]
 
 
 def check_dropped_buffers() -> None:
@@ -44,3 +45,25 @@ def check_dropped_buffers() -> None:
             assert left == [None, None], f"{use.__name__}: {left}"
     finally:
         gc.enable()
+
+
+def check_tables_of_a_dropped_buffer() -> None:
+    """A view of a low-latency handle's table keeps the memory that it is in, and nothing else does."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    case = Case("tables", num_ranks, 4, hidden=128, topk=2, num_experts=2 * num_ranks)
+    inputs = case.inputs(rank)
+
+    def tables() -> tuple[Any, Any, Any]:
+        buffer = make_buffer(case, low_latency_mode=True)
+        _, counts, handle, _, _ = buffer.low_latency_dispatch(inputs.x, inputs.topk_idx, 8, case.num_experts)
+        assert (counts.shape, counts.dtype) == ((2,), torch.int32)
+        assert (handle.src_info.shape, handle.src_info.dtype) == ((2, 8 * num_ranks), torch.int32)
+        assert (handle.layout_range.shape, handle.layout_range.dtype) == ((2, num_ranks), torch.int64)
+        state: Any = handle.state
+        return handle.layout_range[1:], int(handle.layout_range[1, 0]), weakref.ref(state.memory)
+
+    view, value, memory = tables()
+    assert memory() is not None
+    assert int(view[0, 0]) == value
+    del view
+    assert memory() is None

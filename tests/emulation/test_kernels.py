@@ -401,6 +401,7 @@ def test_a_rank_that_is_missing_after_another_was_late(run_emulated: RunEmulated
 
 def test_dropped_buffers_give_their_memory_back(run_emulated: RunEmulated) -> None:
     run_emulated(2, "emulation.dropped_buffers.check_dropped_buffers")
+    run_emulated(2, "emulation.dropped_buffers.check_tables_of_a_dropped_buffer")
 
 
 @pytest.mark.parametrize("check", ["check_past_the_last_number", "check_low_latency_past_the_last_number"])

@@ -1,4 +1,4 @@
-"""Tensors that `_cuda` makes over memory which torch did not allocate."""
+"""Tensors that `_cuda` makes."""
 
 from __future__ import annotations
 
@@ -9,40 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.emulation.build import HERE
-
-
-@pytest.mark.parametrize("torch_version", ["new", "old"])
-def test_tensors_keep_their_memory(emulated_module: Path, torch_version: str) -> None:
-    """An old torch has no exchange API of DLPack: it came with 2.10."""
-    program = """
-import sys
-import weakref
-import torch
-from tests.emulation.engine import _load
-
-if sys.argv[2] == "old":
-    del torch.Tensor.__dlpack_c_exchange_api__
-native = _load("_cuda", sys.argv[1])
-plan = native.LowLatencyPlan(
-    num_ranks=2, num_experts=6, num_topk=2, hidden=128, max_tokens=4, format=native.ScaleFormat.NONE)
-memory = torch.arange(plan.num_ints, dtype=torch.int32)
-begins, held = memory.data_ptr(), weakref.ref(memory)
-counts = plan.counts(memory, begins, 0)
-src_info, layout_range = plan.tables(memory, begins, 0)
-assert (counts.shape, counts.dtype) == ((3,), torch.int32)
-assert (src_info.shape, src_info.dtype) == ((3, 8), torch.int32)
-assert (layout_range.shape, layout_range.dtype) == ((3, 2), torch.int64)
-assert src_info.flatten().tolist() == list(range(src_info[0, 0], src_info[0, 0] + 24))
-del memory, counts, src_info
-view = layout_range[1:]
-del layout_range
-assert held() is not None and view[0, 0] == 4 + (5 << 32)
-del view
-assert held() is None
-"""
-    command = [sys.executable, "-c", program, str(emulated_module), torch_version]
-    ran = subprocess.run(command, cwd=HERE.parents[1], capture_output=True, text=True, timeout=120, check=False)
-    assert ran.returncode == 0, ran.stderr
 
 
 @pytest.mark.parametrize("by_python", [False, True], ids=["by the C interface", "by Python"])
