@@ -64,6 +64,7 @@ class DispatchShape:
         num_sms: SMs to use; None = the default.
         max_tokens: the most tokens of a rank, equal at all ranks; None = what the kernels take.
         num_slots, num_mapped_ranks: of the mapping, if the rows are weights or gradients of experts.
+        drops_rows: rows beyond the bound only set a flag.
         refusal: number of the refusal of this rank, which then sends nothing.
 
     Raises:
@@ -92,6 +93,7 @@ class DispatchShape:
         max_tokens: int | None = None,
         num_slots: int | None = None,
         num_mapped_ranks: int | None = None,
+        drops_rows: bool = False,
         refusal: int | None = None,
     ) -> None: ...
     @property

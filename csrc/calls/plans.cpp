@@ -17,7 +17,8 @@ Plan plan_of(int rank, int num_ranks, int num_tokens, int hidden, int dtype, int
              int num_scales, int scale_dtype, bool has_topk, bool has_weights,
              std::optional<std::pair<int, int>> expert_range, int pad_multiple, std::optional<int> bound,
              std::optional<int> common_bound, std::optional<int> num_sms, std::optional<int> max_tokens,
-             std::optional<int> num_slots, std::optional<int> num_mapped_ranks, std::optional<int> refusal) {
+             std::optional<int> num_slots, std::optional<int> num_mapped_ranks, bool drops_rows,
+             std::optional<int> refusal) {
   DispatchRequest sizes{};
   sizes.num_tokens = num_tokens;
   sizes.hidden = hidden;
@@ -36,6 +37,7 @@ Plan plan_of(int rank, int num_ranks, int num_tokens, int hidden, int dtype, int
   sizes.max_tokens = max_tokens;
   sizes.num_slots = num_slots;
   sizes.num_mapped_ranks = num_mapped_ranks;
+  sizes.drops_rows = drops_rows;
   sizes.refusal = refusal;
   require_sizes(num_experts, hidden, dtype);
   return Plan::of(sizes, rank, num_ranks);
@@ -49,7 +51,8 @@ void add_constructor(Class& plan) {
            py::arg("scale_dtype") = kAbsent, py::arg("has_topk") = true, py::arg("has_weights") = false,
            py::arg("expert_range") = none, py::arg("pad_multiple") = 0, py::arg("bound") = none,
            py::arg("common_bound") = none, py::arg("num_sms") = none, py::arg("max_tokens") = none,
-           py::arg("num_slots") = none, py::arg("num_mapped_ranks") = none, py::arg("refusal") = none);
+           py::arg("num_slots") = none, py::arg("num_mapped_ranks") = none, py::arg("drops_rows") = false,
+           py::arg("refusal") = none);
 }
 
 // What is wrong with this rank's arguments, the value, and what is allowed; None where nothing is.

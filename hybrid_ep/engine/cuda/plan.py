@@ -92,6 +92,7 @@ def plan_between(request: DispatchRequest, grid: RankGrid) -> BetweenPlan:
         max_tokens=routing.max_tokens,
         num_mapped_ranks=None if slots is None else slots[0],
         num_slots=None if slots is None else slots[1],
+        drops_rows=request.drops_rows,
     )
 
 
