@@ -208,29 +208,18 @@ class Rank(End):
         shape, native, rank = self.shape, self.native, self.grid.rank
         num_local = shape.num_experts // shape.num_ranks
         held_capacity = (shape.num_domains - 1) * shape.num_tokens
-        planned = SimpleNamespace(
+        plan = native.DispatchShape(
+            rank=rank,
+            num_ranks=shape.num_ranks,
             num_tokens=shape.num_tokens,
             hidden=shape.hidden,
-            dtype_code=0,
-            num_scales=0,
-            scale_dtype_code=_ABSENT,
+            dtype=0,
             num_topk=shape.num_topk,
             num_experts=shape.num_experts,
-            has_topk=True,
             has_weights=True,
             expert_range=(rank * num_local, (rank + 1) * num_local),
-            pad_multiple=0,
-            bound=None,
-            common_bound=None,
             num_sms=_NUM_SMS,
-            max_tokens=None,
-            num_slots=None,
-            num_mapped_ranks=None,
-            num_records=0,
-            drops_rows=False,
-            refusal=None,
         )
-        plan = native.DispatchShape(planned, rank, shape.num_ranks)
         rows, topk_idx, weights = self.inputs(seed)
         num_ints = native.between_route_ints(
             num_domains=shape.num_domains,
@@ -263,16 +252,11 @@ class Rank(End):
         received = self._check_received(num_recv, seed)
         out, own_sums = (Memory(2 * shape.hidden * shape.num_tokens) for _ in range(2))
         combine = native.CombinePlan(
-            SimpleNamespace(
-                num_tokens=shape.num_tokens,
-                row_bytes=2 * shape.hidden,
-                num_topk=shape.num_topk,
-                num_experts=shape.num_experts,
-                num_weights=0,
-                num_sms=_NUM_SMS,
-                num_expert_sms=None,
-                refusal=None,
-            )
+            num_tokens=shape.num_tokens,
+            hidden=shape.hidden,
+            num_topk=shape.num_topk,
+            num_experts=shape.num_experts,
+            num_sms=_NUM_SMS,
         )
         returned = Memory(2 * shape.hidden * max(num_recv, 1))
         returned.write(b"".join(bf16([value + rank for value in values_of(row)]) for row in received))
