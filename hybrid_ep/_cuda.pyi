@@ -1,6 +1,6 @@
 """The CUDA kernels and what launches them. Pointers and streams are integers; the caller keeps tensors alive."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum
 
 import torch
@@ -305,11 +305,10 @@ class Slots:
 class LaunchOrder:
     """Orders the launches of one engine after each other, whatever their streams.
 
-    `current_stream` takes a GPU and returns the calling thread's current stream there. A thread that is in a call of
-    the engine holds `busy`, a `threading.RLock`.
+    `current_stream` takes a GPU and returns the calling thread's current stream there.
     """
 
-    def __init__(self, device: int, current_stream: Callable[[int], int], busy: object) -> None: ...
+    def __init__(self, device: int, current_stream: Callable[[int], int]) -> None: ...
     def begin(self, *, is_low_latency: bool = False) -> int:
         """Orders the next launch on the current stream after the earlier ones; returns the stream.
 
@@ -345,21 +344,9 @@ class Route:
     @property
     def counts_at(self) -> int: ...
     @property
-    def topk_at(self) -> int: ...
-    @property
     def num_recv(self) -> int: ...
     @property
     def max_recv(self) -> int: ...
-    @property
-    def max_sent(self) -> int: ...
-    @property
-    def num_sent_away(self) -> int: ...
-    @property
-    def num_from_away(self) -> int: ...
-    @property
-    def num_records(self) -> int: ...
-    @property
-    def number(self) -> int: ...
     @property
     def stream(self) -> int: ...
 
@@ -437,39 +424,36 @@ class LayoutCounts:
         current_stream: Callable[[int], int],
         by_python: bool = False,
     ) -> None: ...
-    @property
-    def call(self) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]: ...
+    def __call__(self, topk_idx: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
 
-class TopkProbs:
-    def __init__(
-        self,
-        *,
-        num_topk: int,
-        num_experts: int,
-        device: torch.device,
-        device_index: int,
-        current_stream: Callable[[int], int],
-        by_python: bool = False,
-    ) -> None: ...
-    @property
-    def sum_weights(self) -> Callable[[Tensor, Tensor], Tensor]: ...
-    @property
-    def place_weights(self) -> Callable[[Tensor, Tensor], Tensor]: ...
-    @property
-    def to_weights(self) -> Callable[[Tensor, Tensor], Tensor]: ...
+def weights_to_probs(
+    *,
+    topk_idx: int,
+    weights: int,
+    probs: int,
+    num_tokens: int,
+    num_topk: int,
+    num_experts: int,
+    adds_columns: bool,
+    device: int,
+    stream: int,
+) -> None:
+    """Writes ``[T, E]`` probabilities. `adds_columns`: the weights of an expert's columns are summed; otherwise they
+    are equal.
+    """
 
-class NewTensor:
-    """Makes tensors as `torch.empty_strided` does."""
-
-    def __init__(
-        self,
-        shape: Sequence[int],
-        strides: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        by_python: bool = False,
-    ) -> None: ...
-    def __call__(self) -> Tensor: ...
+def probs_to_weights(
+    *,
+    topk_idx: int,
+    weights: int,
+    probs: int,
+    num_tokens: int,
+    num_topk: int,
+    num_experts: int,
+    device: int,
+    stream: int,
+) -> None:
+    """Writes ``[T, K]`` weights from ``[T, E]`` probabilities, 0 where no expert is named."""
 
 def map_topk(
     *,

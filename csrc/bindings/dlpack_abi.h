@@ -1,5 +1,4 @@
-// The parts of DLPack's C ABI that are used here. Capsules "dltensor" hold a ManagedTensor, of version 0.x. The
-// exchange API is of version 1.3, and has a ManagedTensorVersioned.
+// The parts of DLPack's C ABI, of version 1.3, that are used here.
 #pragma once
 
 #include <cstdint>
@@ -25,12 +24,6 @@ struct Tensor {
   int64_t* strides;  // nullptr: contiguous
   uint64_t byte_offset;
 };
-struct ManagedTensor {
-  Tensor tensor;
-  void* context;
-  void (*deleter)(ManagedTensor* self);
-};
-
 constexpr uint32_t kMajorVersion = 1, kMinorVersion = 3;
 struct Version {
   uint32_t major, minor;
@@ -54,8 +47,6 @@ struct ExchangeApi {
   int (*object_of)(ManagedTensorVersioned* managed, void** object);
   // Describes a tensor without owning it. Returns 0, or −1 with a Python error; nullptr: it cannot be asked.
   int (*describe)(void* object, Tensor* tensor);
-  // Writes the calling thread's current stream of a device. Returns 0, or −1 with a Python error.
-  int (*current_stream)(int32_t device_type, int32_t device, void** stream);
 };
 
 }  // namespace hybrid_ep::dlpack

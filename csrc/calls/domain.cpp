@@ -6,6 +6,7 @@
 #include "bindings/cuda/bindings.h"
 #include "bindings/cuda/tensors.h"
 #include "common/capture.h"
+#include "common/check.h"
 
 namespace hybrid_ep::calls {
 namespace {
@@ -20,11 +21,6 @@ constexpr int kHiddenWithoutRows = 8;  // of a call that sends none: as few as k
 DispatchTensors tensors_of(const RowsArgument& rows, uintptr_t topk_idx, uintptr_t topk_weights, uintptr_t route,
                            uintptr_t checksum) {
   return bindings::tensors_of(rows.data_at, topk_idx, topk_weights, rows.scales_at, route, checksum);
-}
-
-// Returns a tensor that begins where bulk copies can.
-py::object aligned(const py::object& tensor) {
-  return address_of(tensor) % kRowAlignBytes == 0 ? tensor : tensor.attr("clone")();
 }
 
 int64_t kept_ints(int num_recv, int num_topk) { return static_cast<int64_t>(num_recv) * (num_topk + 1); }
@@ -66,7 +62,7 @@ py::tuple Domain::dispatch_by_expert(py::handle request) {
   const auto kept = routes_.take(kept_ints(route.num_recv, plan.num_topk), begun.number(), sent.lease.is_captured());
   uintptr_t probs_at = 0;
   py::object probs = py::none();
-  if (!given.topk_weights.is_none()) probs = bindings::new_tensor({num_rows}, {1}, Dtype::kFloat32, device_, &probs_at);
+  if (!given.topk_weights.is_none()) probs = device_.new_tensor({num_rows}, {1}, Dtype::kFloat32, &probs_at);
   const py::object scales = new_scales(given.rows, num_rows);
   communicator_.duplicate(plan,
                           {pointer<int32_t>(piece.address), pointer<int32_t>(kept.address), pointer<float>(probs_at),
@@ -98,7 +94,7 @@ py::tuple Domain::dispatch_by_expert_along(py::handle request, py::handle handle
   const Begun begun = begin();
   const DispatchPlan plan = DispatchPlan::of(given.sizes, rank_, num_ranks_);
   Sent sent = send_along(plan, given.rows, route, begun);
-  by_expert.state.attr("note_use")(begun.number());
+  by_expert.state.attr("chunk").attr("note_use")(begun.number());
   const py::object scales = new_scales(given.rows, by_expert.num_permuted);
   communicator_.duplicate(plan,
                           {pointer<int32_t>(route.address), pointer<int32_t>(by_expert.kept_at), nullptr,
@@ -167,7 +163,7 @@ void Domain::refuse_combine(int refusal) {
   CombinePlan plan{};
   plan.num_topk = 1;
   plan.num_experts = num_ranks_;
-  plan.widths.rows = kHiddenWithoutRows * bytes_of(0);
+  plan.widths.rows = kHiddenWithoutRows * bytes_of(kBf16);
   plan.refusal = refusal;
   combine_without_rows(plan, 0, begin().stream);
   count();
@@ -194,7 +190,8 @@ Domain::Routed Domain::launch(const DispatchArguments& given) {
   const DispatchRequest& sizes = given.sizes;
   const Begun begun = begin();
   if (!sizes.bound && capture_of(begun.stream).id != 0) {
-    refuse("a captured dispatch has no bound; allowed: num_worst_tokens, num_permuted_tokens or do_cpu_sync=False");
+    throw ConfigError(
+        "a captured dispatch has no bound; allowed: num_worst_tokens, num_permuted_tokens or do_cpu_sync=False");
   }
   const DispatchPlan plan = DispatchPlan::of(sizes, rank_, num_ranks_);
   const bool is_by_expert = sizes.pad_multiple > 0;
@@ -207,7 +204,8 @@ Domain::Routed Domain::launch(const DispatchArguments& given) {
   Sent sent = send(plan, tensors, given.again, std::move(lease), begun.stream);
   if (plan.call.refusal != FaultKind::kNone) {
     const py::object text_of = py::module_::import("hybrid_ep.engine.cuda.plan").attr("refusal_of");
-    refuse(text_of(plan.call.refusal, rank_, plan.call.refused_value, plan.call.allowed).cast<std::string>());
+    throw ConfigError(
+        text_of(plan.call.refusal, rank_, plan.call.refused_value, plan.call.allowed).cast<std::string>());
   }
   Route route{};
   route.chunk = piece.chunk;
@@ -323,7 +321,7 @@ py::object Domain::new_scales(const RowsArgument& rows, int num_rows) {
 
 py::object Domain::new_matrix(int num_rows, int num_columns, Dtype dtype, uintptr_t* address) const {
   if (num_columns == 0) return py::none();
-  return bindings::new_tensor({num_rows, num_columns}, {num_columns, 1}, dtype, device_, address);
+  return device_.new_tensor({num_rows, num_columns}, {num_columns, 1}, dtype, address);
 }
 
 int Domain::num_local(const DispatchPlan& plan) { return plan.num_experts / plan.num_ranks; }
@@ -345,14 +343,8 @@ void add_domain(py::module_& module) {
       .def_readonly("chunk", &Route::chunk)
       .def_readonly("address", &Route::address)
       .def_readonly("counts_at", &Route::counts_at)
-      .def_readonly("topk_at", &Route::topk_at)
       .def_readonly("num_recv", &Route::num_recv)
       .def_readonly("max_recv", &Route::max_recv)
-      .def_readonly("max_sent", &Route::max_sent)
-      .def_readonly("num_sent_away", &Route::num_sent_away)
-      .def_readonly("num_from_away", &Route::num_from_away)
-      .def_readonly("num_records", &Route::num_records)
-      .def_readonly("number", &Route::number)
       .def_readonly("stream", &Route::stream)
       .def("__deepcopy__", [](const py::object& self, const py::dict&) { return self; });  // nothing in it changes
   py::class_<Domain>(module, "Domain")

@@ -31,19 +31,20 @@ class Domain {
   // Takes a DispatchRequest. Returns rows, scales, experts and weights that arrived, counts of the local experts (a
   // list; None with a bound), the rank prefix matrix, and the Route.
   pybind11::tuple dispatch(pybind11::handle request);
-  // The same by expert. Returns rows, scales, probabilities, counts with padding (a list; with a bound a tensor), the
-  // rank prefix matrix, the flag of an overflow, the Route, and what a handle keeps: the chunk, and the address in it.
+  // Does the same by expert. Returns rows, scales, probabilities, counts with padding (a list; with a bound a tensor),
+  // the rank prefix matrix, the flag of an overflow, the Route, and what a handle keeps: the chunk, and the address in
+  // it.
   pybind11::tuple dispatch_by_expert(pybind11::handle request);
   // Takes a CachedDispatchRequest and the DispatchHandle. Returns rows and scales.
   pybind11::tuple dispatch_along(pybind11::handle request, pybind11::handle handle);
-  // The same with a PermuteHandle.
+  // Takes a CachedDispatchRequest and the PermuteHandle. Returns rows by expert, and scales.
   pybind11::tuple dispatch_by_expert_along(pybind11::handle request, pybind11::handle handle);
   // Takes a CombineRequest and a DispatchHandle. Returns sums of rows, and of weights or None.
   pybind11::tuple combine(pybind11::handle request, pybind11::handle handle);
-  // The same with a PermuteHandle.
+  // Takes a CombineRequest of rows by expert, and a PermuteHandle. Returns what `combine` does.
   pybind11::tuple combine_by_expert(pybind11::handle request, pybind11::handle handle);
 
-  // The top-k indices, [num_tokens, num_topk], that a dispatch has copied to its route.
+  // Returns the top-k indices, [num_tokens, num_topk], that a dispatch has copied to its route.
   pybind11::object sent_topk_idx(const Route& route, int num_tokens, int num_topk) const;
 
   // Take part in a call that this rank refuses: no rank sends, and every rank reports the number of the refusal.

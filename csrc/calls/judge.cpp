@@ -180,7 +180,7 @@ py::object require_tensor(PyObject* const* args, Py_ssize_t num_args, PyObject* 
   return py::reinterpret_borrow<py::object>(object);
 }
 
-// What checks of whole arguments take, made once.
+// The dtypes that checks of whole arguments allow. They are made once.
 struct Allowed {
   static const Allowed& get() {
     PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<Allowed> stored;

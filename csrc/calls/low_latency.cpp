@@ -16,11 +16,20 @@
 #include "bindings/cuda/ordered_launches.h"
 #include "bindings/cuda/route_memory.h"
 #include "bindings/cuda/tensors.h"
+#include "calls/request.h"
 #include "common/check.h"
 
-namespace hybrid_ep::bindings {
-namespace py = pybind11;
+namespace hybrid_ep::calls {
 namespace {
+
+namespace py = pybind11;
+using bindings::address_of;
+using bindings::Dtype;
+using bindings::OrderedLaunches;
+using bindings::pointer;
+using bindings::RouteMemory;
+using bindings::stream_of;
+using bindings::TensorDevice;
 
 // Which buffers of one kind are in use: sent into and not yet received from.
 class BuffersInUse {
@@ -69,15 +78,6 @@ struct State {
   }
 };
 
-int64_t size_of(const py::object& tensor, size_t dim) {
-  return tensor.attr("shape").cast<py::tuple>()[dim].cast<int64_t>();
-}
-
-// The tensor, copied if it does not begin at a multiple that bulk copies take.
-py::object aligned(py::object tensor) {
-  return address_of(tensor) % kRowAlignBytes == 0 ? std::move(tensor) : tensor.attr("clone")();
-}
-
 struct NewRows {
   py::object rows, scales;
   uintptr_t rows_address = 0, scales_address = 0;
@@ -91,7 +91,7 @@ NewRows new_rows(const LowLatencyPlan& plan, const TensorDevice& device) {
   NewRows made{{}, py::none()};
   const auto make_rows = [&](int64_t width, Dtype dtype) {
     made.rows =
-        new_tensor({num_local, capacity, width}, {capacity * width, width, 1}, dtype, device, &made.rows_address);
+        device.new_tensor({num_local, capacity, width}, {capacity * width, width, 1}, dtype, &made.rows_address);
   };
   if (plan.format == ScaleFormat::kNone) {
     make_rows(plan.shape.hidden, Dtype::kBfloat16);
@@ -99,15 +99,15 @@ NewRows new_rows(const LowLatencyPlan& plan, const TensorDevice& device) {
     constexpr int64_t kTileRows = 128, kLanes = 32, kRowsPerLane = kTileRows / kLanes, kTile = 512;
     const int64_t num_tiles = (capacity + kTileRows - 1) / kTileRows;
     make_rows(plan.shape.hidden / 2, Dtype::kUint8);
-    made.scales = new_tensor(
+    made.scales = device.new_tensor(
         {num_local, num_tiles, num_words, kLanes, kRowsPerLane, kScalesPerWord},
         {num_tiles * num_words * kTile, num_words * kTile, kTile, kRowsPerLane * kScalesPerWord, kScalesPerWord, 1},
-        plan.format == ScaleFormat::kNvfp4 ? Dtype::kFloat8 : Dtype::kInt8, device, &made.scales_address);
+        plan.format == ScaleFormat::kNvfp4 ? Dtype::kFloat8 : Dtype::kInt8, &made.scales_address);
   } else {
     make_rows(plan.shape.hidden, Dtype::kFloat8);
     made.scales =
-        new_tensor({num_local, capacity, num_words}, {num_words * capacity, 1, capacity},
-                   plan.format == ScaleFormat::kUe8m0 ? Dtype::kInt32 : Dtype::kFloat32, device, &made.scales_address);
+        device.new_tensor({num_local, capacity, num_words}, {num_words * capacity, 1, capacity},
+                          plan.format == ScaleFormat::kUe8m0 ? Dtype::kInt32 : Dtype::kFloat32, &made.scales_address);
   }
   return made;
 }
@@ -161,18 +161,15 @@ class LowLatencyCalls {
 
   // The plan of a LowLatencyDispatchRequest.
   LowLatencyPlan plan_of(const py::object& request, int format) const {
-    const int64_t hidden = size_of(request.attr("data"), 1), row_bytes = 2 * hidden;
+    const int hidden = size_of(request.attr("data"), 1), num_topk = size_of(request.attr("topk_idx"), 1);
     const auto num_experts = request.attr("num_experts").cast<int64_t>();
     const auto max_tokens = request.attr("num_max_tokens_per_rank").cast<int64_t>();
-    if (row_bytes <= 0 || row_bytes > kMaxRowBytes || row_bytes % kRowAlignBytes != 0) {
-      throw ConfigError("a row of " + std::to_string(hidden) + " × torch.bfloat16 has " + std::to_string(row_bytes) +
-                        " bytes; allowed: multiples of " + std::to_string(kRowAlignBytes) + " up to " +
-                        std::to_string(kMaxRowBytes));
+    require_sizes(num_experts, hidden, kBf16);
+    if (max_tokens > kMaxLowLatencyTokens) {
+      throw ConfigError("num_max_dispatch_tokens_per_rank is " + std::to_string(max_tokens) +
+                        "; allowed with the cuda engine: ≤ " + std::to_string(kMaxLowLatencyTokens));
     }
-    require_at_most("num_experts", num_experts, kMaxExperts);
-    require_at_most("num_max_dispatch_tokens_per_rank", max_tokens, kMaxLowLatencyTokens);
-    return LowLatencyPlan::of({static_cast<int>(num_experts), static_cast<int>(size_of(request.attr("topk_idx"), 1)),
-                               static_cast<int>(hidden), static_cast<int>(max_tokens)},
+    return LowLatencyPlan::of({static_cast<int>(num_experts), num_topk, hidden, static_cast<int>(max_tokens)},
                               static_cast<ScaleFormat>(format), num_ranks_);
   }
 
@@ -186,7 +183,7 @@ class LowLatencyCalls {
     const bool has_hook = request.attr("return_recv_hook").cast<bool>();
     const py::object data = aligned(request.attr("data")), topk_idx = request.attr("topk_idx");
     const py::object global_scale = request.attr("global_scale"), wait_stats = request.attr("wait_stats");
-    const auto num_tokens = static_cast<int>(size_of(topk_idx, 0));
+    const int num_tokens = size_of(topk_idx, 0);
     // Torch may let another thread call while it makes tensors. So the buffer is chosen after that.
     auto piece = results_.take(passage->region.num_ints(plan), reinterpret_cast<uintptr_t>(stream),
                                /*alone=*/passage->region.is_capturing(stream));
@@ -204,7 +201,7 @@ class LowLatencyCalls {
     call.results = pointer<int32_t>(piece.address);
     launch(*passage, plan, call, has_hook ? Halves::kSend : Halves::kBoth, stream);
     // What Python needs is made after the launch, beside the kernel.
-    const py::object counts = make_counts(plan, piece.memory, piece.address, device_index_);
+    const py::object counts = bindings::make_counts(plan, piece.memory, piece.address, device_index_);
     const py::object state =
         py::cast(State{plan, num_tokens, device_index_, std::move(piece.chunk), std::move(piece.memory), piece.address,
                        reinterpret_cast<uintptr_t>(stream), !has_hook});
@@ -281,19 +278,14 @@ class LowLatencyCalls {
   }
 
  private:
-  static void require_at_most(const char* what, int64_t value, int64_t most) {
-    if (value <= most) return;
-    throw ConfigError(std::string(what) + " is " + std::to_string(value) + "; allowed with the cuda engine: ≤ " +
-                      std::to_string(most));
-  }
   static BuffersInUse& buffers(Passage& passage, LowLatencyKind kind) {
     return kind == LowLatencyKind::kDispatch ? passage.dispatches : passage.combines;
   }
 
   // Throws where a combine does not fit the dispatch of its handle, or this buffer.
   void require_combine(const State& state, const py::object& topk_idx, const py::object& data, bool has_signals) const {
-    const int64_t num_tokens = size_of(topk_idx, 0), num_topk = size_of(topk_idx, 1);
-    const auto as_list = [](int64_t rows, int64_t columns) {
+    const int num_tokens = size_of(topk_idx, 0), num_topk = size_of(topk_idx, 1);
+    const auto as_list = [](int rows, int columns) {
       return "[" + std::to_string(rows) + ", " + std::to_string(columns) + "]";
     };
     if (num_tokens != state.num_tokens || num_topk != state.plan.shape.num_topk) {
@@ -340,7 +332,7 @@ class LowLatencyCalls {
 
 }  // namespace
 
-void add_low_latency_calls(py::module_& module) {
+void add_low_latency(py::module_& module) {
   py::enum_<LowLatencyKind>(module, "LowLatencyKind")
       .value("DISPATCH", LowLatencyKind::kDispatch)
       .value("COMBINE", LowLatencyKind::kCombine);
@@ -351,8 +343,9 @@ void add_low_latency_calls(py::module_& module) {
       .def_readonly("results", &State::results)
       .def_readonly("stream", &State::stream)
       // src_info and layout_range of the handle.
-      .def("__call__",
-           [](const State& state) { return make_tables(state.plan, state.memory, state.results, state.device); });
+      .def("__call__", [](const State& state) {
+        return bindings::make_tables(state.plan, state.memory, state.results, state.device);
+      });
   py::class_<Receive>(module, "LowLatencyReceive").def("__call__", &Receive::operator());
   py::class_<LowLatencyCalls>(module, "LowLatencyCalls")
       .def(py::init<const Communicator&, OrderedLaunches&, RouteMemory&, int, const py::object&, bool>(), py::kw_only(),
@@ -369,4 +362,4 @@ void add_low_latency_calls(py::module_& module) {
            py::arg("global_scale") = py::none());
 }
 
-}  // namespace hybrid_ep::bindings
+}  // namespace hybrid_ep::calls

@@ -63,7 +63,6 @@ std::optional<std::tuple<FaultKind, int, int>> refusal_of(const DispatchShape& s
 
 CombinePlan combine_plan_of(int num_tokens, int hidden, int num_topk, int num_experts, int num_weights,
                             std::optional<int> num_sms, std::optional<int> refusal) {
-  constexpr int kBf16 = 0;
   require_sizes(num_experts, hidden, kBf16);
   CombinePlan plan{};
   plan.num_tokens = num_tokens;

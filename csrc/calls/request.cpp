@@ -3,10 +3,13 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <optional>
+#include <string>
 #include <utility>
 
 #include "bindings/cuda/address.h"
 #include "bindings/cuda/bindings.h"
+#include "common/check.h"
 #include "layout/limits.h"
 
 namespace hybrid_ep::calls {
@@ -61,12 +64,6 @@ const Attributes& attributes() {
   return *found;
 }
 
-// The size of a dimension of a tensor.
-int size_of(py::handle tensor, int dimension) {
-  const py::object shape = attributes().shape(tensor);
-  return static_cast<int>(PyLong_AsLong(PyTuple_GET_ITEM(shape.ptr(), dimension)));
-}
-
 // The number of a tensor's dtype.
 int dtype_of(py::handle tensor) {
   static const auto* const dtypes = [] {
@@ -82,21 +79,10 @@ int dtype_of(py::handle tensor) {
   throw py::value_error("dtype is " + py::repr(dtype).cast<std::string>() + "; allowed: one that ranks compare");
 }
 
-// The tensor, or a copy where a bulk copy cannot begin; writes its address.
-py::object aligned(py::object tensor, uintptr_t* address) {
-  if (tensor.is_none()) return tensor;
-  *address = address_of(tensor);
-  if (*address % kRowAlignBytes != 0) {
-    tensor = tensor.attr("clone")();
-    *address = address_of(tensor);
-  }
-  return tensor;
-}
-
 Route& route_of(py::handle handle) {
   const py::object state = attributes().state(handle);
   if (!py::isinstance<Route>(state)) {
-    refuse("handle is of another engine; allowed: one that a dispatch of this buffer's engine returned");
+    throw ConfigError("handle is of another engine; allowed: one that a dispatch of this buffer's engine returned");
   }
   return state.cast<Route&>();
 }
@@ -111,26 +97,33 @@ void set_rows(DispatchRequest* sizes, const RowsArgument& rows) {
 
 }  // namespace
 
-void refuse(const std::string& text) {
-  py::set_error(py::module_::import("hybrid_ep.errors").attr("ConfigError"), text.c_str());
-  throw py::error_already_set();
-}
-
-void require_sizes(int num_experts, int hidden, int dtype) {
+void require_sizes(int64_t num_experts, int64_t hidden, int dtype) {
   if (num_experts > kMaxExperts) {
-    refuse("num_experts is " + std::to_string(num_experts) + "; allowed with the cuda engine: ≤ " +
-           std::to_string(kMaxExperts));
+    throw ConfigError("num_experts is " + std::to_string(num_experts) + "; allowed with the cuda engine: ≤ " +
+                      std::to_string(kMaxExperts));
   }
   const int64_t row_bytes = hidden * bytes_of(dtype);
   if (row_bytes % kRowAlignBytes != 0 || row_bytes <= 0 || row_bytes > kMaxRowBytes) {
-    refuse("a row of " + std::to_string(hidden) + " × " + kDtypeNames.at(dtype) + " has " + std::to_string(row_bytes) +
-           " bytes; allowed: multiples of " + std::to_string(kRowAlignBytes) + " up to " +
-           std::to_string(kMaxRowBytes));
+    throw ConfigError("a row of " + std::to_string(hidden) + " × " + kDtypeNames.at(dtype) + " has " +
+                      std::to_string(row_bytes) + " bytes; allowed: multiples of " + std::to_string(kRowAlignBytes) +
+                      " up to " + std::to_string(kMaxRowBytes));
   }
 }
 
+int size_of(py::handle tensor, int dimension) {
+  const py::object shape = attributes().shape(tensor);
+  return static_cast<int>(PyLong_AsLong(PyTuple_GET_ITEM(shape.ptr(), dimension)));
+}
+
+py::object aligned(py::object tensor) {
+  return address_of(tensor) % kRowAlignBytes == 0 ? std::move(tensor) : tensor.attr("clone")();
+}
+
 RowsArgument::RowsArgument(py::handle rows)
-    : data(aligned(attributes().data(rows), &data_at)), scales(aligned(attributes().scales(rows), &scales_at)) {
+    : data(aligned(attributes().data(rows))),
+      scales(aligned(attributes().scales(rows))),
+      data_at(address_of(data)),
+      scales_at(address_of(scales)) {
   num_tokens = size_of(data, 0);
   hidden = size_of(data, 1);
   dtype = dtype_of(data);

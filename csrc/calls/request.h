@@ -4,26 +4,29 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
-#include <optional>
-#include <string>
 
 #include "calls/route.h"
 #include "runtime/plan.h"
 
 namespace hybrid_ep::calls {
 
-// Raises ConfigError.
-[[noreturn]] void refuse(const std::string& text);
+constexpr int kBf16 = 0;  // the number of the dtype
 
 // Throws ConfigError for sizes that no kernel takes.
-void require_sizes(int num_experts, int hidden, int dtype);
+void require_sizes(int64_t num_experts, int64_t hidden, int dtype);
+
+// The size of a dimension of a tensor.
+int size_of(pybind11::handle tensor, int dimension);
+
+// The tensor, or a copy where a bulk copy cannot begin. None stays None.
+pybind11::object aligned(pybind11::object tensor);
 
 // Rows and scales, each at a multiple of what bulk copies need; copied where the caller's are not.
 struct RowsArgument {
   explicit RowsArgument(pybind11::handle rows);  // of a Rows
 
-  uintptr_t data_at = 0, scales_at = 0;
   pybind11::object data, scales;  // scales: None for bf16
+  uintptr_t data_at, scales_at;
   int num_tokens = 0, hidden = 0, dtype = 0;
   int num_scales = 0, scale_dtype = kAbsent;
 };

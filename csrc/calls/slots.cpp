@@ -92,9 +92,7 @@ SlotLease Slots::lease(cudaStream_t stream) {
   return SlotLease(memory_, taken, std::exchange(has_copied_, false) ? more_slots_ : 0);
 }
 
-void Slots::ensure(int64_t num_bytes, const py::object& compare) const {
-  if (num_bytes > memory_->slot_bytes()) arena_.attr("ensure")(num_bytes, compare);
-}
+void Slots::ensure(int64_t num_bytes, const py::object& compare) const { arena_.attr("ensure")(num_bytes, compare); }
 
 void Slots::require_growth_is_possible(int64_t num_bytes) const {
   if (num_bytes > memory_->slot_bytes()) arena_.attr("holds")(num_bytes);

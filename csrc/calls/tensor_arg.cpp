@@ -42,9 +42,7 @@ struct Torch {
   }
 
   Torch() {
-    const dlpack::ExchangeApi* api = exchange_api();
-    if (api == nullptr) throw py::import_error("torch has no exchange API of DLPack 1; allowed: torch 2.10 or later");
-    describe = api->describe;
+    describe = exchange_api().describe;
     for (size_t i = 0; i < dtypes.size(); ++i) dtypes[i] = module.attr(kDtypes[i].name);
     for (int i = 0; i < kMaxCuda; ++i) cuda[i] = module.attr("device")("cuda", i);
   }

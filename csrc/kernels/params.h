@@ -157,7 +157,6 @@ struct LayoutParams {
 // Weights in the columns of a top-k, and probabilities of all experts, which name the same values.
 struct ProbsParams {
   const int64_t* topk_idx;  // [T, K]; what is no expert has no value
-  int64_t* kept_topk_idx;   // [T, K]; a copy, made with probs; nullptr: none
   float* weights;           // [T, K], 0 where no expert is named
   float* probs;             // [T, E], 0 where an expert is not named
   int num_tokens, num_topk, num_experts;

@@ -36,13 +36,12 @@ PYBIND11_MODULE(_cuda, module) {
   hybrid_ep::calls::add_plans(module);
   hybrid_ep::bindings::add_communicator(module);
   hybrid_ep::bindings::add_local_kernels(module);
-  hybrid_ep::bindings::add_new_tensor(module);
   hybrid_ep::bindings::add_ordered_launches(module);
   hybrid_ep::bindings::add_route_memory(module);
   hybrid_ep::calls::add_slots(module);
-  hybrid_ep::bindings::add_topk_probs(module);
   hybrid_ep::calls::add_domain(module);
   hybrid_ep::bindings::add_low_latency(module);
+  hybrid_ep::calls::add_low_latency(module);
   hybrid_ep::bindings::add_push_rows(module);
   hybrid_ep::bindings::add_sizes(module);
   hybrid_ep::bindings::add_transport(module);

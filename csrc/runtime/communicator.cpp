@@ -259,11 +259,7 @@ uint32_t Communicator::dispatch(const DispatchPlan& plan, const DispatchTensors&
 
 int Communicator::slots_agreed(cudaStream_t stream) const {
   const DeviceGuard guard(device_);
-  return capture_of(stream).id != 0 ? 0 : slots_agreed_eagerly(stream);
-}
-
-int Communicator::slots_agreed_eagerly(cudaStream_t stream) const {
-  if (pool_calls_ < kPoolReportLag) return 0;
+  if (capture_of(stream).id != 0 || pool_calls_ < kPoolReportLag) return 0;
   // The next call is number pool_calls_ + 1, and takes this word.
   const auto* word = const_cast<const volatile uint64_t*>(&pool_reports_->words[pool_calls_ % kPoolReportLag]);
   const uint32_t number = pool_calls_ + 1 - kPoolReportLag;

@@ -60,8 +60,6 @@ class Communicator {
   // run; the GPU then has kPoolReportLag dispatches to do. 0 while `stream` is captured and in the first calls. Throws
   // CudaError if the stream has failed.
   int slots_agreed(cudaStream_t stream) const;
-  // slots_agreed() for a stream that is known not to be captured.
-  int slots_agreed_eagerly(cudaStream_t stream) const;
 
   // Completes the expert-major rows of a dispatch in place: copies each of the num_recv rows to its other experts,
   // zeroes padding up to num_rows, and writes `tensors`. num_sms = 0: all SMs.

@@ -96,13 +96,6 @@ DispatchPlan DispatchPlan::of(const DispatchRequest& request, int rank, int num_
   return plan;
 }
 
-DispatchPlan DispatchPlan::along(int max_rows, int num_records) const {
-  DispatchPlan plan = *this;
-  plan.row_limit = plan.call.common_bound = max_rows;
-  plan.num_records = num_records;
-  return plan;
-}
-
 void write_fields(int32_t* fields, const DispatchShape& plan, int arena, int capacity, int handle) {
   const DispatchCall& call = plan.call;
   const auto write = [&](CallField field, int value) { fields[static_cast<int>(field)] = value; };

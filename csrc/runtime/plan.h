@@ -118,8 +118,6 @@ struct DispatchPlan : DispatchShape {
   int num_ranks;
 
   static DispatchPlan of(const DispatchRequest& request, int rank, int num_ranks);
-  // The same along a route of which no rank has more rows; `num_records`: of that route.
-  DispatchPlan along(int max_rows, int num_records) const;
   // The most rows that a rank sends in a call whose counts the host does not know, equal at all ranks.
   int most_sent() const {
     return num_records > 0 ? num_records / num_ranks * std::min(num_topk, num_ranks) : call.common_bound;

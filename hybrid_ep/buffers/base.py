@@ -49,6 +49,7 @@ __all__ = [
     "check_rows",
     "check_weights",
     "resolve_group",
+    "rounded_up",
 ]
 
 _process_id = os.getpid()
@@ -396,6 +397,12 @@ def check_bias(
         require_tensor("bias", term, dtypes=_BF16, shape=(num_tokens, hidden), device=device)
         require_no_grad("bias", term)
     return biases
+
+
+def rounded_up(counts: Tensor | Sequence[int], alignment: int) -> list[int]:
+    """Returns each count as a multiple of `alignment`."""
+    exact = counts.tolist() if isinstance(counts, Tensor) else counts
+    return [-(-count // alignment) * alignment for count in exact]
 
 
 def as_words(scales: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep import env
-from hybrid_ep.buffers.base import check_bias, check_rows, check_weights, resolve_group
+from hybrid_ep.buffers.base import check_bias, check_rows, check_weights, resolve_group, rounded_up
 from hybrid_ep.buffers.elastic_handle import Counts, EPHandle
 from hybrid_ep.buffers.load_balance import LoadBalanceCalls
 from hybrid_ep.checks import MAX_BYTES, MAX_TOPK, require, require_bool, require_int
@@ -419,8 +419,7 @@ class ElasticCalls(LoadBalanceCalls):
         counts: list[int] = []
         if not has_bound:
             assert on_host is not None
-            exact = on_host if isinstance(on_host, list) else on_host.tolist()
-            counts = [-(-count // alignment) * alignment for count in exact]
+            counts = rounded_up(on_host, alignment)
         handle = EPHandle(
             buffer=self,
             expert_alignment=alignment,

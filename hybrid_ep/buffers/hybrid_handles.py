@@ -54,7 +54,7 @@ class HybridHandle(_Handle):
         config: the sizes of the buffer when the handle was made.
 
     The attributes `grid`, `num_recv`, `num_topk`, `num_experts` and `is_map` (whether `routing` and `received` are
-    maps) are no entries. Repeated calls have them alike; the number of rows of a combine may differ.
+    maps) are no entries.
     """
 
     _entries = (
@@ -107,8 +107,7 @@ class PermutedHandle(_Handle):
         config: the sizes of the buffer when the handle was made.
         overflow: ``[1]`` int32, 1 at every rank if at any more rows arrived than its `num_permuted_tokens`.
 
-    The attributes `grid`, `num_topk`, `num_experts`, `pad_multiple` and `num_parts` are no entries. Repeated calls have
-    them alike.
+    The attributes `grid`, `num_topk`, `num_experts`, `pad_multiple` and `num_parts` are no entries.
     """
 
     _entries = (

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep import env
-from hybrid_ep.buffers.base import as_biases
+from hybrid_ep.buffers.base import as_biases, rounded_up
 from hybrid_ep.buffers.collective import collective
 from hybrid_ep.buffers.load_balance import LoadBalanceCalls
 from hybrid_ep.buffers.local_memory import LocalMemory
@@ -442,10 +442,7 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
         recv_topk_idx = None if topk_idx is None else result.topk_idx
         tensors = (*sent, topk_idx, topk_weights, *result.rows, recv_topk_idx, result.topk_weights)
         event = self._comm_stream.finish(previous_event, async_finish, tensors)
-        aligned: list[int] = []
-        if counts is not None:  # there is no bound
-            exact = counts if isinstance(counts, list) else counts.tolist()
-            aligned = [-(-count // expert_alignment) * expert_alignment for count in exact]
+        aligned = [] if counts is None else rounded_up(counts, expert_alignment)  # None: there is a bound
         tokens = as_given(result.rows, sent)
         return tokens, recv_topk_idx, result.topk_weights, aligned, result.handle, event
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +17,6 @@ from hybrid_ep.checks import MAX_TOPK, require, require_int
 from hybrid_ep.core import kernels
 from hybrid_ep.core.checks import packed, require_expert_indices, require_tensor
 from hybrid_ep.core.streams import current_raw_stream
-
-if TYPE_CHECKING:
-    from hybrid_ep import _cuda
 
 __all__ = [
     "Layout",
@@ -34,7 +31,6 @@ __all__ = [
     "map_to_indices",
     "permutation_by_expert",
     "probs_in_columns",
-    "topk_probs",
     "weights_in_columns",
     "weights_to_probs",
     "widest_token",
@@ -114,7 +110,7 @@ def _shared_layout(
         device=device,
         device_index=index,
         current_stream=current_raw_stream,
-    ).call
+    )
 
 
 def layout_by_kernel(topk_idx: Tensor, num_experts: int, num_ranks: int, num_ranks_per_domain: int) -> LayoutByKernel:
@@ -179,34 +175,31 @@ def indices_to_map(
     return routing_map, weights_to_probs(topk_idx, topk_weights, num_of_experts)
 
 
-@functools.lru_cache(256)  # making one takes longer than a call
-def topk_probs(num_topk: int, num_experts: int, device: torch.device, index: int) -> _cuda.TopkProbs:
-    """Makes probabilities of all experts from weights in the columns of top-k indices, and back.
+def _has_kernel(topk_idx: Tensor) -> bool:
+    return 1 <= topk_idx.shape[1] <= MAX_TOPK and kernels.run_on(topk_idx)
 
-    For any number of tokens on a GPU with kernels, whose number is `index`. All tensors are contiguous.
-    """
-    return kernels.native.TopkProbs(
+
+def _probs_by_kernel(topk_idx: Tensor, values: Tensor, num_experts: int, *, adds_columns: bool) -> Tensor:
+    (num_tokens, num_topk), place = topk_idx.shape, kernels.place_of(topk_idx)
+    topk_idx, values = packed(topk_idx), packed(values)
+    probs = torch.empty(num_tokens, num_experts, dtype=torch.float32, device=topk_idx.device)
+    kernels.native.weights_to_probs(
+        topk_idx=topk_idx.data_ptr(),
+        weights=values.data_ptr(),
+        probs=probs.data_ptr(),
+        num_tokens=num_tokens,
         num_topk=num_topk,
         num_experts=num_experts,
-        device=device,
-        device_index=index,
-        current_stream=current_raw_stream,
+        adds_columns=adds_columns,
+        **place,
     )
-
-
-def _by_kernel(topk_idx: Tensor, num_experts: int) -> _cuda.TopkProbs | None:
-    """None where no kernel runs."""
-    num_topk = topk_idx.shape[1]
-    if not (1 <= num_topk <= MAX_TOPK and kernels.run_on(topk_idx)):
-        return None
-    return topk_probs(num_topk, num_experts, topk_idx.device, kernels.place_of(topk_idx)["device"])
+    return probs
 
 
 def weights_to_probs(topk_idx: Tensor, topk_weights: Tensor, num_experts: int) -> Tensor:
     """``[T, K]`` indices and float32 weights → ``[T, E]`` probabilities: of an expert in several columns, the sum."""
-    by_kernel = _by_kernel(topk_idx, num_experts)
-    if by_kernel is not None:
-        return by_kernel.sum_weights(packed(topk_idx), packed(topk_weights))
+    if _has_kernel(topk_idx):
+        return _probs_by_kernel(topk_idx, topk_weights, num_experts, adds_columns=True)
     same = topk_idx.unsqueeze(2) == topk_idx.unsqueeze(1)
     # In float64, so that the order of the terms, which devices choose, does not show.
     totals = torch.where(same, topk_weights.unsqueeze(1), 0.0).sum(2, dtype=torch.float64).float()
@@ -218,9 +211,8 @@ def experts_of_columns(topk_idx: Tensor, values: Tensor, num_experts: int) -> Te
 
     The columns of an expert have equal values.
     """
-    by_kernel = _by_kernel(topk_idx, num_experts)
-    if by_kernel is not None:
-        return by_kernel.place_weights(packed(topk_idx), packed(values))
+    if _has_kernel(topk_idx):
+        return _probs_by_kernel(topk_idx, values, num_experts, adds_columns=False)
     columns = torch.where(topk_idx < 0, num_experts, topk_idx)
     experts = values.new_zeros(topk_idx.shape[0], num_experts + 1).scatter_(1, columns, values)
     return experts[:, :num_experts].contiguous()
@@ -228,9 +220,19 @@ def experts_of_columns(topk_idx: Tensor, values: Tensor, num_experts: int) -> Te
 
 def columns_of_experts(topk_idx: Tensor, probs: Tensor) -> Tensor:
     """``[T, K]`` indices and ``[T, E]`` float32 → ``[T, K]``, 0 where no expert is named."""
-    by_kernel = _by_kernel(topk_idx, probs.shape[1])
-    if by_kernel is not None:
-        return by_kernel.to_weights(packed(topk_idx), packed(probs))
+    if _has_kernel(topk_idx):
+        topk_idx, probs = packed(topk_idx), packed(probs)
+        weights = torch.empty(topk_idx.shape, dtype=torch.float32, device=topk_idx.device)
+        kernels.native.probs_to_weights(
+            topk_idx=topk_idx.data_ptr(),
+            weights=weights.data_ptr(),
+            probs=probs.data_ptr(),
+            num_tokens=topk_idx.shape[0],
+            num_topk=topk_idx.shape[1],
+            num_experts=probs.shape[1],
+            **kernels.place_of(topk_idx),
+        )
+        return weights
     return torch.where(topk_idx >= 0, probs.gather(1, topk_idx.clamp_min(0)), 0.0)
 
 

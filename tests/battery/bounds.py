@@ -23,7 +23,7 @@ __all__ = [
     "check_calls_of_two_threads",
     "check_dropped_copies",
     "check_dropped_rows",
-    "check_growth_beside_a_repeated_call",
+    "check_growth_of_other_ranks",
     "check_memory_freed_in_a_capture",
     "check_results_freed_under_another_stream",
 ]
@@ -130,8 +130,8 @@ def check_dropped_rows(num_ranks_per_domain: int, device: str = "cpu") -> None:
         assert torch.equal(sum_weights, want_weights)
 
 
-def check_growth_beside_a_repeated_call(device: str = "cpu") -> None:
-    """Slots must grow in a call that repeats an earlier one at rank 0, and is new at the others."""
+def check_growth_of_other_ranks(device: str = "cpu") -> None:
+    """Slots must grow in a call of which rank 0 has made the like before, and the others send more tokens."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
 
     def topk_of(num_tokens: int) -> Tensor:

@@ -203,7 +203,7 @@ def check_permuted(case: Case, device: str = "cpu", *, fp8: bool = False, times:
 
 
 def check_again(case: Case, device: str = "cpu") -> None:
-    """`check_plain`, and `check_permuted` of bf16 and of FP8 rows, of calls that repeat an earlier one."""
+    """`check_plain`, and `check_permuted` of bf16 and of FP8 rows, each with every call made three times."""
     check_plain(case, device, times=3)
     for fp8 in False, True:
         check_permuted(case, device, fp8=fp8, times=3)

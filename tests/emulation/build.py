@@ -31,10 +31,8 @@ _DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];
 
 
 def as_cpp(source: str) -> str:
-    """CUDA C++ as C++: dynamic shared memory is asked for, tensors are on the CPU, and Python knows the streams."""
-    source = source.replace("{dlpack::kCuda, device}", "{1, 0}").replace(
-        "if (api == nullptr) return stream_of", "return stream_of"
-    )
+    """CUDA C++ as C++: dynamic shared memory is asked for, and tensors are on the CPU."""
+    source = source.replace("{dlpack::kCuda, device}", "{1, 0}")
     return _DYNAMIC.sub(r"auto* \2 = reinterpret_cast<\1*>(emulated::dynamic_shared());", source)
 
 

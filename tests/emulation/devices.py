@@ -31,7 +31,7 @@ def check_with_stalls(check: str, *args: Any) -> None:
 
 
 def check_unread(check: str, *args: Any) -> Any:
-    """Runs a check of tests/ with tensors whose values are not checked, as on a GPU: calls repeat earlier ones."""
+    """Runs a check of tests/ with tensors whose values are not checked, as on a GPU."""
     with unread_values(), local_kernels():
         return _check(check, *args)
 

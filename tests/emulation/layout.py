@@ -71,7 +71,7 @@ def check_many_layouts() -> None:
             device=torch.device("cpu"),
             device_index=0,
             current_stream=lambda _: current[0],
-        ).call
+        )
         streams = [0] * 130 + [1] * 3 + [0] * 3
         found = []
         for i, stream in enumerate(streams):

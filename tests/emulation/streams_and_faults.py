@@ -145,7 +145,7 @@ def check_refusal_after_a_barrier() -> None:
 
 
 def check_transforms() -> None:
-    """A call that repeats an earlier one inside a transform of torch.func is refused, as the first one would be."""
+    """A call inside a transform of torch.func is refused, also after calls outside of it."""
     case = _case("transforms")
     inputs = case.inputs(dist.get_rank())
     with unread_values(), make_buffer(case) as buffer:

@@ -28,7 +28,7 @@ _FORMATS = {
     "duplicates": "bf16",
 }
 _LOW_LATENCY_CASES = {case.id: case for case in LOW_LATENCY_CASES}
-# Calls that repeat an earlier one: a rank without tokens, and rows that are all −1.
+# Tensors have values that are not checked: a rank without tokens, and rows that are all −1.
 _UNREAD = Case("unread", 3, (11, 0, 14), num_experts=12, routing="holes")
 
 
@@ -61,7 +61,7 @@ def test_a_dispatch_grows_slots(run_emulated: RunEmulated) -> None:
         ("check_calls_of_two_threads", 1),
         ("check_dropped_copies", 2),
         ("check_dropped_copies", 3),
-        ("check_growth_beside_a_repeated_call", 2),
+        ("check_growth_of_other_ranks", 2),
     ],
 )
 def test_bounds(run_emulated: RunEmulated, check: str, num_ranks: int) -> None:

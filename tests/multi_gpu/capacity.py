@@ -148,7 +148,7 @@ def check_pool() -> None:
 
 
 def check_handles_hold_no_slot() -> None:
-    """Of a handle that outlives all other results, from a first call and from repeated ones."""
+    """Of a handle that outlives all other results, from a first call and from later ones."""
     rank, num_experts, num_tokens = dist.get_rank(), 64, 96
     sent = draw_tokens(3, [num_tokens] * dist.get_world_size(), 1024, 4, num_experts)
     x, topk_idx, weights = sent.x[rank], sent.topk_idx[rank], sent.weights[rank]

@@ -91,7 +91,7 @@ def test_eight_ranks(run_ranks: RunRanks, case: Case, check: Callable[..., None]
         (bounds.check_bounds_that_differ, 2),
         (bounds.check_calls_of_two_threads, 1),
         (bounds.check_dropped_copies, 2),
-        (bounds.check_growth_beside_a_repeated_call, 2),
+        (bounds.check_growth_of_other_ranks, 2),
         (bounds.check_results_freed_under_another_stream, 1),
         (bounds.check_memory_freed_in_a_capture, 2),
     ],

@@ -39,7 +39,7 @@ def test_copied_handles(run_ranks: RunRanks, ranks_per_domain: int | None) -> No
 
 @pytest.mark.parametrize(
     "check",
-    [bounds.check_bounds_that_differ, bounds.check_dropped_copies, bounds.check_growth_beside_a_repeated_call],
+    [bounds.check_bounds_that_differ, bounds.check_dropped_copies, bounds.check_growth_of_other_ranks],
 )
 def test_bounds(run_ranks: RunRanks, check: Callable[[], None]) -> None:
     run_ranks(2, check)

@@ -14,6 +14,7 @@
 namespace hybrid_ep::calls {
 
 void add_domain(pybind11::module_& module);
+void add_low_latency(pybind11::module_& module);
 void add_plans(pybind11::module_& module);
 void add_slots(pybind11::module_& module);
 
@@ -26,11 +27,9 @@ void add_between(pybind11::module_& module);
 void add_communicator(pybind11::module_& module);
 void add_local_kernels(pybind11::module_& module);
 void add_low_latency(pybind11::module_& module);
-void add_new_tensor(pybind11::module_& module);
 void add_ordered_launches(pybind11::module_& module);
 void add_push_rows(pybind11::module_& module);
 void add_route_memory(pybind11::module_& module);
-void add_topk_probs(pybind11::module_& module);
 
 // The kernels in a capsule that another module has passed; with None, this module's kernels.
 LinkKernels link_kernels_of(const pybind11::object& capsule);

@@ -5,7 +5,6 @@
 #include "bindings/cuda/address.h"
 #include "bindings/cuda/bindings.h"
 #include "bindings/cuda/current_stream.h"
-#include "bindings/cuda/fast_call.h"
 #include "bindings/cuda/new_tensor.h"
 #include "common/capture.h"
 #include "common/device_guard.h"
@@ -24,20 +23,18 @@ class LayoutCounts {
       : params_{nullptr, nullptr, nullptr, 0, num_topk, num_experts, num_ranks, num_ranks_per_domain},
         num_totals_(num_ranks + num_ranks / num_ranks_per_domain + num_experts),
         stride_((num_totals_ + kAlign - 1) / kAlign * kAlign),
-        make_totals_({num_totals_}, {1}, dtype_of("int32"), device, by_python),
-        make_chunk_({kTotalsOfChunk * stride_}, {1}, dtype_of("int32"), device, by_python),
-        make_in_rank_({0, num_ranks}, {num_ranks, 1}, dtype_of("bool"), device, by_python),
+        tensors_(device, by_python),
         device_(device_index),
         stream_(device_index, std::move(current_stream)) {}
 
   // Takes top-k indices. Returns tokens per rank, per domain and per expert, and whether a token goes to a rank.
-  py::object call(FastArguments arguments) {
-    const uintptr_t topk_idx = address_of(arguments[0]);
-    const Py_ssize_t num_tokens = PyObject_Size(arguments[0]);
-    if (num_tokens < 0) throw py::error_already_set();
+  py::object call(const py::object& given) {
+    const uintptr_t topk_idx = address_of(given);
+    const auto num_tokens = static_cast<int64_t>(py::len(given));
     cudaStream_t const stream = stream_.get();
     uintptr_t in_rank_at = 0, totals_at = 0;
-    const py::object in_rank = make_in_rank_.make_rows(num_tokens, &in_rank_at);
+    const py::object in_rank =
+        tensors_.new_tensor({num_tokens, num_of_ranks()}, {num_of_ranks(), 1}, Dtype::kBool, &in_rank_at);
     const DeviceGuard guard(device_);
     const auto launch = [&](uintptr_t totals, bool are_zero) {
       LayoutParams params = params_;
@@ -52,11 +49,11 @@ class LayoutCounts {
       launch(chunk_->address() + begin * sizeof(int32_t), true);
       return parts_of(*chunk_, begin, in_rank);
     }
-    if (const auto totals = make_totals_.make_owned()) {
+    if (const auto totals = tensors_.new_owned(num_totals_, Dtype::kInt32)) {
       launch(totals->address(), false);
       return parts_of(*totals, 0, in_rank);
     }
-    const py::object totals = make_totals_.make(&totals_at);
+    const py::object totals = tensors_.new_tensor({num_totals_}, {1}, Dtype::kInt32, &totals_at);
     launch(totals_at, false);
     const py::sequence parts = totals.attr("split")(py::make_tuple(num_of_ranks(), num_of_domains(), num_of_experts()));
     return py::make_tuple(parts[0], parts[1], parts[2], in_rank);
@@ -75,7 +72,7 @@ class LayoutCounts {
   bool take_zeros(cudaStream_t stream) {
     if (capture_of(stream).id != 0) return false;
     if (chunk_ != nullptr && chunk_stream_ == stream && num_taken_ < kTotalsOfChunk) return true;
-    chunk_ = make_chunk_.make_owned();
+    chunk_ = tensors_.new_owned(kTotalsOfChunk * stride_, Dtype::kInt32);
     if (chunk_ == nullptr) return false;
     check_cuda(cudaMemsetAsync(pointer<void>(chunk_->address()), 0, kTotalsOfChunk * stride_ * sizeof(int32_t), stream),
                "cudaMemsetAsync");
@@ -92,7 +89,7 @@ class LayoutCounts {
 
   LayoutParams params_;
   int64_t num_totals_, stride_;
-  NewTensor make_totals_, make_chunk_, make_in_rank_;
+  TensorDevice tensors_;
   int device_;
   CurrentStream stream_;
   // Totals of the next layouts. Without them, each would need a launch that clears its own.
@@ -108,7 +105,29 @@ void add_local_kernels(py::module_& module) {
       .def(py::init<int, int, int, int, const py::object&, int, py::object, bool>(), py::kw_only(), py::arg("num_topk"),
            py::arg("num_experts"), py::arg("num_ranks"), py::arg("num_ranks_per_domain"), py::arg("device"),
            py::arg("device_index"), py::arg("current_stream"), py::arg("by_python") = false)
-      .def_property_readonly("call", &fast_call<&LayoutCounts::call, 1>);
+      .def("__call__", &LayoutCounts::call, py::arg("topk_idx"));
+  module.def(
+      "weights_to_probs",
+      [](uintptr_t topk_idx, uintptr_t weights, uintptr_t probs, int num_tokens, int num_topk, int num_experts,
+         bool adds_columns, int device, uintptr_t stream) {
+        const DeviceGuard guard(device);
+        launch_weights_to_probs({pointer<int64_t>(topk_idx), pointer<float>(weights), pointer<float>(probs), num_tokens,
+                                 num_topk, num_experts, adds_columns},
+                                stream_of(stream));
+      },
+      py::kw_only(), py::arg("topk_idx"), py::arg("weights"), py::arg("probs"), py::arg("num_tokens"),
+      py::arg("num_topk"), py::arg("num_experts"), py::arg("adds_columns"), py::arg("device"), py::arg("stream"));
+  module.def(
+      "probs_to_weights",
+      [](uintptr_t topk_idx, uintptr_t weights, uintptr_t probs, int num_tokens, int num_topk, int num_experts,
+         int device, uintptr_t stream) {
+        const DeviceGuard guard(device);
+        launch_probs_to_weights({pointer<int64_t>(topk_idx), pointer<float>(weights), pointer<float>(probs), num_tokens,
+                                 num_topk, num_experts, false},
+                                stream_of(stream));
+      },
+      py::kw_only(), py::arg("topk_idx"), py::arg("weights"), py::arg("probs"), py::arg("num_tokens"),
+      py::arg("num_topk"), py::arg("num_experts"), py::arg("device"), py::arg("stream"));
   module.def(
       "can_run",
       [](int device) {

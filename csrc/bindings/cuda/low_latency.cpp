@@ -175,7 +175,6 @@ void add_low_latency(py::module_& module) {
           py::arg("plan"), py::arg("call"), py::arg("halves"), py::arg("stream"));
   add_launches(module);
   add_between_domains(module);
-  add_low_latency_calls(module);
 }
 
 }  // namespace hybrid_ep::bindings

@@ -1,4 +1,4 @@
-// What the bindings of low-latency calls share.
+// Tensors over the results of a low-latency dispatch.
 #pragma once
 
 #include "bindings/cuda/bindings.h"
@@ -11,7 +11,5 @@ namespace hybrid_ep::bindings {
 pybind11::object make_counts(const LowLatencyPlan& plan, const pybind11::object& memory, uintptr_t address, int device);
 // src_info and layout_range, likewise.
 pybind11::tuple make_tables(const LowLatencyPlan& plan, const pybind11::object& memory, uintptr_t address, int device);
-
-void add_low_latency_calls(pybind11::module_& module);
 
 }  // namespace hybrid_ep::bindings

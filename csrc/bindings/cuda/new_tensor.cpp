@@ -49,7 +49,7 @@ std::optional<int32_t> number_of(const std::string& function) {
   return number();
 }
 
-constexpr std::array kDtypes{"bfloat16", "float8_e4m3fn", "float32", "int8", "uint8", "int32"};  // by Dtype
+constexpr std::array kDtypes{"bfloat16", "float8_e4m3fn", "float32", "int8", "uint8", "int32", "bool"};  // by Dtype
 
 // torch's number of a dtype; −1: torch does not know it.
 int32_t number_of(Dtype dtype) {
@@ -98,76 +98,33 @@ TensorDevice::TensorDevice(py::object device, bool by_python) : device_(std::mov
   index_ = device_.attr("index").cast<std::optional<int>>().value_or(-1);
 }
 
-py::object new_tensor(const std::vector<int64_t>& shape, const std::vector<int64_t>& strides, Dtype dtype,
-                      const TensorDevice& device, uintptr_t* address) {
+TorchInterface::Handle TensorDevice::empty(const std::vector<int64_t>& shape, const std::vector<int64_t>& strides,
+                                           Dtype dtype) const {
   TorchInterface::Handle handle = nullptr;
-  if (device.type_ >= 0 && number_of(dtype) >= 0 &&
-      torch_interface()->empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides.data(),
-                                       number_of(dtype), device.type_, device.index_, &handle) == 0) {
+  const bool is_made = type_ >= 0 && number_of(dtype) >= 0 &&
+                       torch_interface()->empty_strided(static_cast<int64_t>(shape.size()), shape.data(),
+                                                        strides.data(), number_of(dtype), type_, index_, &handle) == 0;
+  return is_made ? handle : nullptr;
+}
+
+std::unique_ptr<OwnedTensor> TensorDevice::new_owned(int64_t size, Dtype dtype) const {
+  const TorchInterface::Handle handle = empty({size}, {1}, dtype);
+  return handle == nullptr ? nullptr : std::make_unique<OwnedTensor>(handle);
+}
+
+py::object TensorDevice::new_tensor(const std::vector<int64_t>& shape, const std::vector<int64_t>& strides, Dtype dtype,
+                                    uintptr_t* address) const {
+  if (const TorchInterface::Handle handle = empty(shape, strides, dtype); handle != nullptr) {
     const OwnedTensor owned(handle);
     *address = owned.address();
     return owned.as_python();
   }
-  // Raises what torch raises, if there is no memory.
-  const py::object tensor = py::module_::import("torch").attr("empty_strided")(
-      shape, strides, py::arg("dtype") = dtype_of(kDtypes[static_cast<size_t>(dtype)]),
-      py::arg("device") = device.device_);
+  const py::module_ torch = py::module_::import("torch");
+  const py::object tensor =  // raises what torch raises, if there is no memory
+      torch.attr("empty_strided")(shape, strides, py::arg("dtype") = torch.attr(kDtypes[static_cast<size_t>(dtype)]),
+                                  py::arg("device") = device_);
   *address = address_of(tensor);
   return tensor;
-}
-
-NewTensor::NewTensor(std::vector<int64_t> shape, std::vector<int64_t> strides, const py::object& dtype,
-                     const py::object& device, bool by_python)
-    : shape_(std::move(shape)),
-      strides_(std::move(strides)),
-      empty_strided_(py::module_::import("functools")
-                         .attr("partial")(py::module_::import("torch").attr("empty_strided"), py::arg("dtype") = dtype,
-                                          py::arg("device") = device)) {
-  const std::string name = py::str(dtype);  // "torch.int32"
-  const auto type = number_of("aoti_torch_dtype_" + name.substr(name.find('.') + 1));
-  const auto device_type = number_of("aoti_torch_device_type_" + device.attr("type").cast<std::string>());
-  const auto index = device.attr("index").cast<std::optional<int>>();
-  if (by_python || torch_interface() == nullptr || !type || !device_type) {
-    dtype_ = -1;
-    return;
-  }
-  dtype_ = *type;
-  device_type_ = *device_type;
-  device_index_ = index.value_or(-1);
-}
-
-std::unique_ptr<OwnedTensor> NewTensor::make_owned(const std::vector<int64_t>& shape) const {
-  if (dtype_ < 0) return nullptr;
-  TorchInterface::Handle handle = nullptr;
-  const int32_t status = torch_interface()->empty_strided(
-      static_cast<int64_t>(shape.size()), shape.data(), strides_.data(), dtype_, device_type_, device_index_, &handle);
-  return status == 0 ? std::make_unique<OwnedTensor>(handle) : nullptr;
-}
-
-py::object NewTensor::make_rows(int64_t num_rows, uintptr_t* address) const {
-  std::vector<int64_t> shape = shape_;
-  shape.front() = num_rows;
-  return make(shape, address);
-}
-
-py::object NewTensor::make(const std::vector<int64_t>& shape, uintptr_t* address) const {
-  if (const auto owned = make_owned(shape)) {
-    *address = owned->address();
-    return owned->as_python();
-  }
-  const py::object tensor = empty_strided_(shape, strides_);  // raises what torch raises, if there is no memory
-  *address = address_of(tensor);
-  return tensor;
-}
-
-void add_new_tensor(py::module_& module) {
-  py::class_<NewTensor>(module, "NewTensor")
-      .def(py::init<std::vector<int64_t>, std::vector<int64_t>, const py::object&, const py::object&, bool>(),
-           py::arg("shape"), py::arg("strides"), py::arg("dtype"), py::arg("device"), py::arg("by_python") = false)
-      .def("__call__", [](const NewTensor& self) {
-        uintptr_t address = 0;
-        return self.make(&address);
-      });
 }
 
 }  // namespace hybrid_ep::bindings

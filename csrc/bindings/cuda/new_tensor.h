@@ -44,11 +44,8 @@ class OwnedTensor {
   TorchInterface::Handle handle_;
 };
 
-// torch's dtype of this name.
-inline pybind11::object dtype_of(const char* name) { return pybind11::module_::import("torch").attr(name); }
-
 // The dtypes of results.
-enum class Dtype { kBfloat16, kFloat8, kFloat32, kInt8, kUint8, kInt32 };
+enum class Dtype { kBfloat16, kFloat8, kFloat32, kInt8, kUint8, kInt32, kBool };
 
 // Where tensors are made.
 class TensorDevice {
@@ -56,39 +53,18 @@ class TensorDevice {
   // `by_python`: as where torch lacks the interface; for tests.
   explicit TensorDevice(pybind11::object device, bool by_python = false);
 
-  friend pybind11::object new_tensor(const std::vector<int64_t>& shape, const std::vector<int64_t>& strides,
-                                     Dtype dtype, const TensorDevice& device, uintptr_t* address);
+  // Makes a contiguous tensor of one dimension. nullptr: torch cannot make one in this way, or not now.
+  std::unique_ptr<OwnedTensor> new_owned(int64_t size, Dtype dtype) const;
+  // Makes a tensor as torch.empty_strided does, and writes its address, too.
+  pybind11::object new_tensor(const std::vector<int64_t>& shape, const std::vector<int64_t>& strides, Dtype dtype,
+                              uintptr_t* address) const;
 
  private:
+  TorchInterface::Handle empty(const std::vector<int64_t>& shape, const std::vector<int64_t>& strides,
+                               Dtype dtype) const;
+
   pybind11::object device_;
   int32_t type_ = -1, index_ = -1;  // as torch's interface numbers them; a type of −1: by Python
-};
-
-// As torch.empty_strided. Writes the address, too.
-pybind11::object new_tensor(const std::vector<int64_t>& shape, const std::vector<int64_t>& strides, Dtype dtype,
-                            const TensorDevice& device, uintptr_t* address);
-
-// Makes tensors of one shape, dtype and device.
-class NewTensor {
- public:
-  // `by_python`: as where torch lacks the interface; for tests.
-  NewTensor(std::vector<int64_t> shape, std::vector<int64_t> strides, const pybind11::object& dtype,
-            const pybind11::object& device, bool by_python);
-
-  // Writes the address, too.
-  pybind11::object make(uintptr_t* address) const { return make(shape_, address); }
-  // The same with another first size.
-  pybind11::object make_rows(int64_t num_rows, uintptr_t* address) const;
-  // nullptr: torch cannot make one in this way, or not now.
-  std::unique_ptr<OwnedTensor> make_owned() const { return make_owned(shape_); }
-
- private:
-  pybind11::object make(const std::vector<int64_t>& shape, uintptr_t* address) const;
-  std::unique_ptr<OwnedTensor> make_owned(const std::vector<int64_t>& shape) const;
-
-  std::vector<int64_t> shape_, strides_;
-  int32_t dtype_ = 0, device_type_ = 0, device_index_ = 0;
-  pybind11::object empty_strided_;  // of Python, with dtype and device
 };
 
 }  // namespace hybrid_ep::bindings

@@ -9,8 +9,7 @@ namespace hybrid_ep::bindings {
 void add_ordered_launches(pybind11::module_& module) {
   namespace py = pybind11;
   py::class_<OrderedLaunches>(module, "LaunchOrder")
-      .def(py::init<int, py::object, const py::object&>(), py::arg("device"), py::arg("current_stream"),
-           py::arg("busy"))
+      .def(py::init<int, py::object>(), py::arg("device"), py::arg("current_stream"))
       .def(
           "begin",
           [](OrderedLaunches& self, bool is_low_latency) {

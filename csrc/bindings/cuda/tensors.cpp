@@ -10,44 +10,20 @@ namespace py = pybind11;
 namespace hybrid_ep::bindings {
 namespace {
 
-// What a tensor owns. Managed is a ManagedTensor or a ManagedTensorVersioned.
-template <typename Managed>
+// What a tensor owns.
 struct Holder {
-  Managed managed{};
+  dlpack::ManagedTensorVersioned managed{};
   std::vector<int64_t> shape;
   std::function<void()> release;
 };
 
-template <typename Managed>
-void delete_holder(Managed* managed) {
-  auto* holder = static_cast<Holder<Managed>*>(managed->context);
+void delete_holder(dlpack::ManagedTensorVersioned* managed) {
+  auto* holder = static_cast<Holder*>(managed->context);
   // At interpreter exit there is no Python to release anything, and the process gives its memory back anyway.
   if (!Py_IsInitialized()) return;
   py::gil_scoped_acquire gil;
   holder->release();
   delete holder;
-}
-
-template <typename Managed>
-Managed* make_managed(uintptr_t address, std::vector<int64_t> shape, ElementType type, int device,
-                      std::function<void()> release) {
-  auto* holder = new Holder<Managed>{{}, std::move(shape), std::move(release)};
-  dlpack::Tensor& tensor = holder->managed.tensor;
-  tensor.data = reinterpret_cast<void*>(address);
-  tensor.device = {dlpack::kCuda, device};
-  tensor.num_dims = static_cast<int32_t>(holder->shape.size());
-  tensor.dtype = {type.code, type.bits, 1};
-  tensor.shape = holder->shape.data();
-  holder->managed.context = holder;
-  holder->managed.deleter = delete_holder<Managed>;
-  return &holder->managed;
-}
-
-// A capsule that no consumer has renamed still owns its tensor.
-void delete_capsule(PyObject* capsule) {
-  if (!PyCapsule_IsValid(capsule, "dltensor")) return;
-  auto* managed = static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));
-  managed->deleter(managed);
 }
 
 bool can_import_float8() {
@@ -75,17 +51,18 @@ py::object make_tensor(uintptr_t address, std::vector<int64_t> shape, ElementTyp
     return make_tensor(address, std::move(shape), {kBytes, 8}, device, std::move(release))
         .attr("view")(py::module_::import("torch").attr("float8_e4m3fn"));
   }
-  const dlpack::ExchangeApi* api = exchange_api();
-  if (api == nullptr) {
-    return py::module_::import("torch").attr("from_dlpack")(
-        py::capsule(make_managed<dlpack::ManagedTensor>(address, std::move(shape), type, device, std::move(release)),
-                    "dltensor", &delete_capsule));
-  }
-  auto* managed =
-      make_managed<dlpack::ManagedTensorVersioned>(address, std::move(shape), type, device, std::move(release));
-  managed->version = {dlpack::kMajorVersion, dlpack::kMinorVersion};
+  auto* holder = new Holder{{}, std::move(shape), std::move(release)};
+  dlpack::ManagedTensorVersioned& managed = holder->managed;
+  managed.version = {dlpack::kMajorVersion, dlpack::kMinorVersion};
+  managed.context = holder;
+  managed.deleter = &delete_holder;
+  managed.tensor.data = reinterpret_cast<void*>(address);
+  managed.tensor.device = {dlpack::kCuda, device};
+  managed.tensor.num_dims = static_cast<int32_t>(holder->shape.size());
+  managed.tensor.dtype = {type.code, type.bits, 1};
+  managed.tensor.shape = holder->shape.data();
   void* tensor = nullptr;
-  if (api->object_of(managed, &tensor) != 0) throw py::error_already_set();
+  if (exchange_api().object_of(&managed, &tensor) != 0) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(static_cast<PyObject*>(tensor));
 }
 

@@ -24,7 +24,6 @@ __global__ void __launch_bounds__(kThreads) weights_to_probs_kernel(const __grid
     const int64_t cell = static_cast<int64_t>(token) * params.num_topk + lanes.column;
     const bool is_there = lanes.mates != 0 && token < params.num_tokens;
     const int64_t index = is_there ? params.topk_idx[cell] : -1;
-    if (is_there && params.kept_topk_idx != nullptr) params.kept_topk_idx[cell] = index;
     const int expert = index >= 0 && index < params.num_experts ? static_cast<int>(index) : -1;
     const float weight = expert >= 0 ? params.weights[cell] : 0.0f;
     const unsigned same = __match_any_sync(kAllLanes, expert) & lanes.mates;

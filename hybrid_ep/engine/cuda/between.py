@@ -126,7 +126,7 @@ class CudaBetween(LowLatencyChoice):
         self._refused = Refusals(Board.of(group).at(f"buffer {number}/refused calls"), grid.rank)
         blame = Blame(Board.of(group).at(f"buffer {number}/calls"), grid.rank, timeout_s, grace_s=_GRACE_S)
         self._faults = BetweenFaults(grid, self._link, blame, self._refused)
-        self._order = _cuda.LaunchOrder(self._index, current_raw_stream, self.busy)
+        self._order = _cuda.LaunchOrder(self._index, current_raw_stream)
         self._late: HybridEPError | None = None  # error of an earlier call; raised after the next launch
         self._held_capacity = 0  # records that calls without a bound have needed
         if env.LOW_LATENCY_BETWEEN.get() == "cuda":

@@ -93,7 +93,7 @@ class CudaEngine(Engine):
         self._experts = ExpertCopier(roll_call, self.device, self._communicator, self._arena)
         self._routes = route_memory(self.device)
         self.number = number
-        self._order = _cuda.LaunchOrder(self._index, current_raw_stream, self.busy)
+        self._order = _cuda.LaunchOrder(self._index, current_raw_stream)
         self._domain = _cuda.Domain(
             engine=self,
             rank=grid.rank,

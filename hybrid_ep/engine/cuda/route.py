@@ -45,10 +45,6 @@ class PermuteState:
     def __deepcopy__(self, memo: dict[int, object]) -> PermuteState:
         return self  # as Chunk
 
-    def note_use(self, stream: int) -> None:
-        """As `Chunk.note_use`."""
-        self.chunk.note_use(stream)
-
     def rows_of_copies(self, num_recv: int, num_topk: int) -> Tensor:
         """``[N, K]`` int32, as the kernel wrote it; rows that did not arrive are undefined. On the current stream."""
         return self.chunk.ints(self.address, 0, num_recv * num_topk).view(num_recv, num_topk)
