@@ -25,7 +25,6 @@ from hybrid_ep._C import nvshmem_proxy as nvshmem_proxy
 from hybrid_ep._C import tcp_proxy as tcp_proxy
 from hybrid_ep._C import verbs_proxy as verbs_proxy
 from hybrid_ep.engine.calls import (
-    CachedDispatchRequest,
     CombineRequest,
     DispatchHandle,
     DispatchRequest,
@@ -350,8 +349,6 @@ class Route:
     @property
     def stream(self) -> int: ...
 
-_Counts = list[int] | Tensor
-
 class Domain:
     """Dispatches and combines inside a domain, of one engine, which owns this object: csrc/calls/domain.h."""
 
@@ -370,26 +367,26 @@ class Domain:
     ) -> None: ...
     def dispatch(
         self, request: DispatchRequest
-    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, list[int] | None, Tensor, Route]:
-        """Returns rows, scales, experts, weights, counts of the local experts, the rank prefix matrix, the route."""
-
-    def dispatch_by_expert(
-        self, request: DispatchRequest
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, _Counts, Tensor, Tensor, Route, Chunk, int]:
-        """Returns rows, scales, probabilities, counts with padding, the rank prefix matrix, the flag of an overflow,
-        the route, and the chunk and address of what a handle keeps.
+    ) -> tuple[
+        Tensor,
+        Tensor | None,
+        Tensor | None,
+        Tensor | None,
+        list[int] | Tensor | None,
+        Tensor,
+        Route,
+        tuple[Tensor, Chunk, int] | None,
+    ]:
+        """Returns rows, scales, experts, weights, counts of the local experts, the rank prefix matrix, the route, and
+        what a handle of rows by expert keeps.
         """
 
-    def dispatch_along(self, request: CachedDispatchRequest, handle: DispatchHandle) -> tuple[Tensor, Tensor | None]:
+    def dispatch_along(self, request: DispatchRequest) -> tuple[Tensor, Tensor | None]:
         """Returns rows and scales."""
 
-    def dispatch_by_expert_along(
-        self, request: CachedDispatchRequest, handle: PermuteHandle
-    ) -> tuple[Tensor, Tensor | None]: ...
-    def combine(self, request: CombineRequest, handle: DispatchHandle) -> tuple[Tensor, Tensor | None]:
+    def combine(self, request: CombineRequest, handle: DispatchHandle | PermuteHandle) -> tuple[Tensor, Tensor | None]:
         """Returns the sums of rows and of weights."""
 
-    def combine_by_expert(self, request: CombineRequest, handle: PermuteHandle) -> tuple[Tensor, Tensor | None]: ...
     def sent_topk_idx(self, route: Route, num_tokens: int, num_topk: int) -> Tensor:
         """Returns the top-k indices, ``[T, K]`` int64, that a dispatch has copied to its route."""
 

@@ -47,93 +47,72 @@ Domain::Domain(py::handle engine, int rank, int num_ranks, int number, Communica
 }
 
 py::tuple Domain::dispatch(py::handle request) {
-  Routed routed = launch(DispatchArguments(request, rank_, num_ranks_));
-  const SlotResults results = routed.sent.lease.results(routed.plan, routed.num_rows, /*is_by_expert=*/false);
-  end(routed.begun);
-  return py::make_tuple(results.rows, results.scales, results.experts, results.weights, counts_of(routed),
-                        rank_prefix(routed), std::move(routed.route));
-}
-
-py::tuple Domain::dispatch_by_expert(py::handle request) {
   const DispatchArguments given(request, rank_, num_ranks_);
   Routed routed = launch(given);
   const auto& [begun, sent, piece, plan, route, num_rows] = routed;
+  if (given.sizes.pad_multiple == 0) {
+    const SlotResults results = routed.sent.lease.results(plan, num_rows, /*is_by_expert=*/false);
+    end(begun);
+    return py::make_tuple(results.rows, results.scales, results.experts, results.weights, counts_of(routed),
+                          rank_prefix(routed), std::move(routed.route), py::none());
+  }
   // A handle holds no slot, so the rows of copies move to memory of its own.
   const auto kept = routes_.take(kept_ints(route.num_recv, plan.num_topk), begun.number(), sent.lease.is_captured());
   uintptr_t probs_at = 0;
   py::object probs = py::none();
   if (!given.topk_weights.is_none()) probs = device_.new_tensor({num_rows}, {1}, Dtype::kFloat32, &probs_at);
-  const py::object scales = new_scales(given.rows, num_rows);
-  communicator_.duplicate(plan,
-                          {pointer<int32_t>(piece.address), pointer<int32_t>(kept.address), pointer<float>(probs_at),
-                           pointer<uint32_t>(address_of(scales))},
-                          sent.lease.slot_idx(), num_rows, route.num_recv, given.num_expert_sms, begun.stream);
-  const SlotResults results = routed.sent.lease.results(plan, num_rows, /*is_by_expert=*/true);
+  const auto [rows, scales] = duplicate(
+      given.rows, routed.sent, plan, route.num_recv, num_rows, given.num_expert_sms,
+      {pointer<int32_t>(piece.address), pointer<int32_t>(kept.address), pointer<float>(probs_at), nullptr}, begun);
   end(begun);
   py::object counts = counts_of(routed);
   if (counts.is_none()) counts = part_of_route(routed, plan.route.returned_counts, {num_local(plan)}, {kInt, 64});
-  return py::make_tuple(results.rows, scales, probs, counts, rank_prefix(routed),
-                        part_of_route(routed, plan.route.overflow, {1}, {kInt, 32}), std::move(routed.route),
-                        kept.chunk, kept.address);
+  const py::tuple by_expert =
+      py::make_tuple(part_of_route(routed, plan.route.overflow, {1}, {kInt, 32}), kept.chunk, kept.address);
+  return py::make_tuple(rows, scales, py::none(), probs, counts, rank_prefix(routed), std::move(routed.route),
+                        by_expert);
 }
 
-py::tuple Domain::dispatch_along(py::handle request, py::handle handle) {
-  const AlongArguments given(request, handle, /*pad_multiple=*/0);
-  const Begun begun = begin();
-  const DispatchPlan plan = DispatchPlan::of(given.sizes, rank_, num_ranks_);
-  Sent sent = send_along(plan, given.rows, *given.route, begun);
-  const SlotResults results = sent.lease.results(plan, given.route->num_recv, /*is_by_expert=*/false);
-  end(begun);
-  return py::make_tuple(results.rows, results.scales);
-}
-
-py::tuple Domain::dispatch_by_expert_along(py::handle request, py::handle handle) {
-  const ByExpertHandle by_expert(handle);
-  const AlongArguments given(request, by_expert.dispatch, by_expert.pad_multiple);
-  const Route& route = *given.route;
+py::tuple Domain::dispatch_along(py::handle request) {
+  const AlongArguments given(request);
+  const Route& route = *given.handle.route;
   const Begun begun = begin();
   const DispatchPlan plan = DispatchPlan::of(given.sizes, rank_, num_ranks_);
   Sent sent = send_along(plan, given.rows, route, begun);
-  by_expert.state.attr("chunk").attr("note_use")(begun.number());
-  const py::object scales = new_scales(given.rows, by_expert.num_permuted);
-  communicator_.duplicate(plan,
-                          {pointer<int32_t>(route.address), pointer<int32_t>(by_expert.kept_at), nullptr,
-                           pointer<uint32_t>(address_of(scales))},
-                          sent.lease.slot_idx(), by_expert.num_permuted, route.num_recv, given.num_expert_sms,
-                          begun.stream);
-  const SlotResults results = sent.lease.results(plan, by_expert.num_permuted, /*is_by_expert=*/true);
+  if (!given.handle.is_by_expert) {
+    const SlotResults results = sent.lease.results(plan, route.num_recv, /*is_by_expert=*/false);
+    end(begun);
+    return py::make_tuple(results.rows, results.scales);
+  }
+  given.handle.kept.attr("chunk").attr("note_use")(begun.number());
+  const auto [rows, scales] =
+      duplicate(given.rows, sent, plan, route.num_recv, given.handle.num_permuted, given.num_expert_sms,
+                {pointer<int32_t>(route.address), pointer<int32_t>(given.handle.kept_at), nullptr, nullptr}, begun);
   end(begun);
-  return py::make_tuple(results.rows, scales);
+  return py::make_tuple(rows, scales);
 }
 
 py::tuple Domain::combine(py::handle request, py::handle handle) {
-  const CombineArguments given(request, handle, /*is_by_expert=*/false);
+  const CombineArguments given(request, handle);
   const Begun begun = begin();
   const py::object data = aligned(given.data);
   CombineTensors tensors{};
   tensors.rows = pointer<uint8_t>(address_of(data));
   tensors.num_rows = given.num_rows;
   tensors.weights = pointer<float>(address_of(given.weights));
-  return sum(given, begun, tensors, {});
-}
-
-py::tuple Domain::combine_by_expert(py::handle request, py::handle handle) {
-  const ByExpertHandle by_expert(handle);
-  const CombineArguments given(request, by_expert.dispatch, /*is_by_expert=*/true);
-  const int num_recv = given.route->num_recv, num_topk = given.plan.num_topk;
-  const Begun begun = begin();
-  by_expert.state.attr("begin_combine")(py::cast(communicator_, py::return_value_policy::reference), num_recv, num_topk,
-                                        begun.number());
+  if (!given.handle.is_by_expert) return sum(given, begun, tensors, {});
+  // The kernel sums the copies of a row first.
+  const int num_recv = given.handle.route->num_recv;
+  given.handle.kept.attr("begin_combine")(py::cast(communicator_, py::return_value_policy::reference), num_recv,
+                                          given.plan.num_topk, begun.number());
+  const ExpertTensors copies{tensors.rows, given.num_rows, tensors.weights, pointer<int32_t>(given.handle.kept_at)};
   uintptr_t sums_at = 0, weights_at = 0;
-  const py::object data = aligned(given.data), sums = new_matrix(num_recv, given.hidden, Dtype::kBfloat16, &sums_at);
+  const py::object sums = new_matrix(num_recv, given.hidden, Dtype::kBfloat16, &sums_at);
   const py::object weights = new_matrix(num_recv, given.plan.num_weights, Dtype::kFloat32, &weights_at);
-  CombineTensors tensors{};
   tensors.rows = pointer<uint8_t>(sums_at);
   tensors.num_rows = num_recv;
   tensors.weights = pointer<float>(weights_at);
-  return sum(given, begun, tensors,
-             {pointer<uint8_t>(address_of(data)), given.num_rows, pointer<float>(address_of(given.weights)),
-              pointer<int32_t>(by_expert.kept_at)});
+  return sum(given, begun, tensors, copies);
 }
 
 py::object Domain::sent_topk_idx(const Route& route, int num_tokens, int num_topk) const {
@@ -264,7 +243,7 @@ Domain::Sent Domain::send_along(const DispatchPlan& plan, const RowsArgument& ro
 
 py::tuple Domain::sum(const CombineArguments& given, const Begun& begun, CombineTensors tensors,
                       const ExpertTensors& experts) {
-  const Route& route = *given.route;
+  const Route& route = *given.handle.route;
   const CombinePlan& plan = given.plan;
   route.note_use(begun.number());
   const auto compare = [&] {
@@ -315,8 +294,14 @@ py::object Domain::rank_prefix(const Routed& routed) const {
   return part_of_route(routed, routed.plan.route.rank_prefix, {num_ranks_, num_ranks_}, {kInt, 32});
 }
 
-py::object Domain::new_scales(const RowsArgument& rows, int num_rows) {
-  return rows.scales.is_none() ? py::none() : rows.scales.attr("new_empty")(py::make_tuple(num_rows, rows.num_scales));
+std::pair<py::object, py::object> Domain::duplicate(const RowsArgument& rows, Sent& sent, const DispatchPlan& plan,
+                                                    int num_recv, int num_rows, int num_sms, DuplicateTensors tensors,
+                                                    const Begun& begun) {
+  py::object scales = py::none();
+  if (!rows.scales.is_none()) scales = rows.scales.attr("new_empty")(py::make_tuple(num_rows, rows.num_scales));
+  tensors.scales = pointer<uint32_t>(address_of(scales));
+  communicator_.duplicate(plan, tensors, sent.lease.slot_idx(), num_rows, num_recv, num_sms, begun.stream);
+  return {sent.lease.results(plan, num_rows, /*is_by_expert=*/true).rows, scales};
 }
 
 py::object Domain::new_matrix(int num_rows, int num_columns, Dtype dtype, uintptr_t* address) const {
@@ -353,11 +338,8 @@ void add_domain(py::module_& module) {
            py::kw_only(), py::arg("engine"), py::arg("rank"), py::arg("num_ranks"), py::arg("number"),
            py::arg("communicator"), py::arg("launches"), py::arg("routes"), py::arg("slots"), py::arg("device"))
       .def("dispatch", &Domain::dispatch, py::arg("request"))
-      .def("dispatch_by_expert", &Domain::dispatch_by_expert, py::arg("request"))
-      .def("dispatch_along", &Domain::dispatch_along, py::arg("request"), py::arg("handle"))
-      .def("dispatch_by_expert_along", &Domain::dispatch_by_expert_along, py::arg("request"), py::arg("handle"))
+      .def("dispatch_along", &Domain::dispatch_along, py::arg("request"))
       .def("combine", &Domain::combine, py::arg("request"), py::arg("handle"))
-      .def("combine_by_expert", &Domain::combine_by_expert, py::arg("request"), py::arg("handle"))
       .def("sent_topk_idx", &Domain::sent_topk_idx, py::arg("route"), py::arg("num_tokens"), py::arg("num_topk"))
       .def("refuse_dispatch", &Domain::refuse_dispatch, py::arg("refusal"))
       .def("refuse_combine", &Domain::refuse_combine, py::arg("refusal"));

@@ -8,6 +8,7 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "bindings/cuda/new_tensor.h"
@@ -28,21 +29,15 @@ class Domain {
          bindings::OrderedLaunches& launches, bindings::RouteMemory& routes, Slots& slots,
          const pybind11::object& device);
 
-  // Takes a DispatchRequest. Returns rows, scales, experts and weights that arrived, counts of the local experts (a
-  // list; None with a bound), the rank prefix matrix, and the Route.
+  // Takes a DispatchRequest with a routing. Returns rows, scales, experts (None by expert) and weights that arrived,
+  // counts of the local experts, the rank prefix matrix, the Route, and None or, by expert, what a PermuteHandle keeps:
+  // the flag of an overflow, a chunk, and the address in it. Counts are a list; with a bound, None or, by expert, a
+  // tensor. By expert they include padding.
   pybind11::tuple dispatch(pybind11::handle request);
-  // Does the same by expert. Returns rows, scales, probabilities, counts with padding (a list; with a bound a tensor),
-  // the rank prefix matrix, the flag of an overflow, the Route, and what a handle keeps: the chunk, and the address in
-  // it.
-  pybind11::tuple dispatch_by_expert(pybind11::handle request);
-  // Takes a CachedDispatchRequest and the DispatchHandle. Returns rows and scales.
-  pybind11::tuple dispatch_along(pybind11::handle request, pybind11::handle handle);
-  // Takes a CachedDispatchRequest and the PermuteHandle. Returns rows by expert, and scales.
-  pybind11::tuple dispatch_by_expert_along(pybind11::handle request, pybind11::handle handle);
-  // Takes a CombineRequest and a DispatchHandle. Returns sums of rows, and of weights or None.
+  // Takes a DispatchRequest of rows alone, along a handle. Returns rows and scales.
+  pybind11::tuple dispatch_along(pybind11::handle request);
+  // Takes a CombineRequest, and a DispatchHandle or a PermuteHandle. Returns sums of rows, and of weights or None.
   pybind11::tuple combine(pybind11::handle request, pybind11::handle handle);
-  // Takes a CombineRequest of rows by expert, and a PermuteHandle. Returns what `combine` does.
-  pybind11::tuple combine_by_expert(pybind11::handle request, pybind11::handle handle);
 
   // Returns the top-k indices, [num_tokens, num_topk], that a dispatch has copied to its route.
   pybind11::object sent_topk_idx(const Route& route, int num_tokens, int num_topk) const;
@@ -94,7 +89,11 @@ class Domain {
   pybind11::object rank_prefix(const Routed& routed) const;
   // None where there are no columns.
   pybind11::object new_matrix(int num_rows, int num_columns, bindings::Dtype dtype, uintptr_t* address) const;
-  static pybind11::object new_scales(const RowsArgument& rows, int num_rows);
+  // Makes the further copies of each row, of which there are `num_rows`. Returns rows by expert, and their scales,
+  // which `tensors` lacks.
+  std::pair<pybind11::object, pybind11::object> duplicate(const RowsArgument& rows, Sent& sent,
+                                                          const DispatchPlan& plan, int num_recv, int num_rows,
+                                                          int num_sms, DuplicateTensors tensors, const Begun& begun);
   static int num_local(const DispatchPlan& plan);
   // Counts a launch.
   void count() const;

@@ -53,7 +53,7 @@ struct Attributes {
   Attribute rows{"rows"}, data{"data"}, scales{"scales"}, routing{"routing"}, topk_idx{"topk_idx"};
   Attribute topk_weights{"topk_weights"}, num_experts{"num_experts"}, has_topk{"has_topk"}, max_tokens{"max_tokens"};
   Attribute bound{"bound"}, num_sms{"num_sms"}, expert_range{"expert_range"}, common_bound{"common_bound"};
-  Attribute pad_multiple{"pad_multiple"}, num_expert_sms{"num_expert_sms"}, replicas{"replicas"}, again{"again"};
+  Attribute pad_multiple{"pad_multiple"}, num_expert_sms{"num_expert_sms"}, replicas{"replicas"}, along{"along"};
   Attribute drops_rows{"drops_rows"}, experts{"experts"}, checksum{"checksum"}, state{"state"};
   Attribute num_tokens{"num_tokens"}, num_topk{"num_topk"}, weights{"weights"}, bias{"bias"}, dispatch{"dispatch"};
   Attribute num_permuted{"num_permuted"}, address{"address"}, shape{"shape"}, dtype{"dtype"};
@@ -79,12 +79,16 @@ int dtype_of(py::handle tensor) {
   throw py::value_error("dtype is " + py::repr(dtype).cast<std::string>() + "; allowed: one that ranks compare");
 }
 
-Route& route_of(py::handle handle) {
-  const py::object state = attributes().state(handle);
-  if (!py::isinstance<Route>(state)) {
-    throw ConfigError("handle is of another engine; allowed: one that a dispatch of this buffer's engine returned");
-  }
-  return state.cast<Route&>();
+// Classes of Python.
+py::handle dispatch_handle() {
+  static const auto* const found = new py::object(py::module_::import("hybrid_ep.engine.calls").attr("DispatchHandle"));
+  return *found;
+}
+
+py::handle permute_state() {
+  static const auto* const found =
+      new py::object(py::module_::import("hybrid_ep.engine.cuda.route").attr("PermuteState"));
+  return *found;
 }
 
 void set_rows(DispatchRequest* sizes, const RowsArgument& rows) {
@@ -119,6 +123,23 @@ py::object aligned(py::object tensor) {
   return address_of(tensor) % kRowAlignBytes == 0 ? std::move(tensor) : tensor.attr("clone")();
 }
 
+HandleArgument::HandleArgument(py::handle handle)
+    : dispatch(py::reinterpret_borrow<py::object>(handle)), is_by_expert(!py::isinstance(handle, dispatch_handle())) {
+  const Attributes& of = attributes();
+  if (is_by_expert) {
+    dispatch = of.dispatch(handle);
+    kept = of.state(handle);
+    num_permuted = of.num_permuted.integer(handle);
+    pad_multiple = of.pad_multiple.integer(handle);
+  }
+  const py::object state = of.state(dispatch);
+  if (!py::isinstance<Route>(state) || (is_by_expert && !py::isinstance(kept, permute_state()))) {
+    throw ConfigError("handle is of another engine; allowed: one that a dispatch of this buffer's engine returned");
+  }
+  route = &state.cast<Route&>();
+  if (is_by_expert) kept_at = static_cast<uintptr_t>(of.address(kept).cast<uint64_t>());
+}
+
 RowsArgument::RowsArgument(py::handle rows)
     : data(aligned(attributes().data(rows))),
       scales(aligned(attributes().scales(rows))),
@@ -135,7 +156,7 @@ RowsArgument::RowsArgument(py::handle rows)
 DispatchArguments::DispatchArguments(py::handle request, int rank, int num_ranks)
     : sizes{}, rows(attributes().rows(request)) {
   const Attributes& of = attributes();
-  const py::object routing = of.routing(request), replicas = of.replicas(request), earlier = of.again(request);
+  const py::object routing = of.routing(request), replicas = of.replicas(request), earlier = of.along(request);
   topk_idx = of.topk_idx(routing);
   topk_weights = of.topk_weights(routing);
   set_rows(&sizes, rows);
@@ -168,38 +189,38 @@ DispatchArguments::DispatchArguments(py::handle request, int rank, int num_ranks
     sizes.num_records = num_ranks * std::min(sizes.max_tokens.value_or(0), kMaxTokens);
   }
   if (!earlier.is_none()) {
-    const Route& route = route_of(earlier);
+    const Route& route = *HandleArgument(earlier).route;
     again = route.number;
     if (sizes.bound && sizes.pad_multiple > 0) sizes.num_records = route.num_records;
   }
   require_sizes(sizes.num_experts, sizes.hidden, sizes.dtype);
 }
 
-AlongArguments::AlongArguments(py::handle request, py::handle handle, int pad_multiple)
-    : sizes{}, rows(attributes().rows(request)), route(&route_of(handle)) {
+AlongArguments::AlongArguments(py::handle request)
+    : sizes{}, rows(attributes().rows(request)), handle(attributes().along(request)) {
   const Attributes& of = attributes();
   set_rows(&sizes, rows);
-  sizes.num_topk = of.num_topk.integer(handle);
-  sizes.num_experts = of.num_experts.integer(handle);
+  sizes.num_topk = of.num_topk.integer(handle.dispatch);
+  sizes.num_experts = of.num_experts.integer(handle.dispatch);
   sizes.has_topk = true;
-  sizes.pad_multiple = pad_multiple;
-  sizes.bound = route->max_recv;
+  sizes.pad_multiple = handle.pad_multiple;
+  sizes.bound = handle.route->max_recv;
   sizes.num_sms = of.num_sms.optional(request);
-  sizes.num_records = pad_multiple > 0 ? route->num_records : 0;
+  sizes.num_records = handle.is_by_expert ? handle.route->num_records : 0;
   num_expert_sms = of.num_expert_sms.optional(request).value_or(0);
   require_sizes(sizes.num_experts, sizes.hidden, sizes.dtype);
 }
 
-CombineArguments::CombineArguments(py::handle request, py::handle handle, bool is_by_expert)
-    : plan{}, data(attributes().data(request)), weights(attributes().weights(request)), route(&route_of(handle)) {
+CombineArguments::CombineArguments(py::handle request, py::handle handle_given)
+    : plan{}, data(attributes().data(request)), weights(attributes().weights(request)), handle(handle_given) {
   const Attributes& of = attributes();
   num_rows = size_of(data, 0);
   hidden = size_of(data, 1);
   const int dtype = dtype_of(data);
-  plan.num_tokens = of.num_tokens.integer(handle);
-  plan.num_topk = of.num_topk.integer(handle);
-  plan.num_experts = of.num_experts.integer(handle);
-  if (!weights.is_none()) plan.num_weights = is_by_expert ? plan.num_topk : size_of(weights, 1);
+  plan.num_tokens = of.num_tokens.integer(handle.dispatch);
+  plan.num_topk = of.num_topk.integer(handle.dispatch);
+  plan.num_experts = of.num_experts.integer(handle.dispatch);
+  if (!weights.is_none()) plan.num_weights = handle.is_by_expert ? plan.num_topk : size_of(weights, 1);
   plan.num_sms = of.num_sms.optional(request).value_or(0);
   plan.num_expert_sms = of.num_expert_sms.optional(request).value_or(0);
   require_sizes(plan.num_experts, hidden, dtype);
@@ -208,12 +229,5 @@ CombineArguments::CombineArguments(py::handle request, py::handle handle, bool i
   const py::tuple terms = of.bias(request);
   for (size_t i = 0; i < 2; ++i) bias[i] = i < terms.size() ? py::object(terms[i]) : py::object(py::none());
 }
-
-ByExpertHandle::ByExpertHandle(py::handle handle)
-    : dispatch(attributes().dispatch(handle)),
-      state(attributes().state(handle)),
-      num_permuted(attributes().num_permuted.integer(handle)),
-      pad_multiple(attributes().pad_multiple.integer(handle)),
-      kept_at(address_of(attributes().address(state))) {}
 
 }  // namespace hybrid_ep::calls

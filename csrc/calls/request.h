@@ -31,7 +31,19 @@ struct RowsArgument {
   int num_scales = 0, scale_dtype = kAbsent;
 };
 
-// A DispatchRequest.
+// A DispatchHandle, or a PermuteHandle.
+struct HandleArgument {
+  explicit HandleArgument(pybind11::handle handle);
+
+  pybind11::object dispatch;  // the DispatchHandle
+  Route* route;
+  bool is_by_expert;      // for a PermuteHandle, which has what follows
+  pybind11::object kept;  // the PermuteState
+  uintptr_t kept_at = 0;
+  int num_permuted = 0, pad_multiple = 0;
+};
+
+// A DispatchRequest with a routing.
 struct DispatchArguments {
   DispatchArguments(pybind11::handle request, int rank, int num_ranks);
 
@@ -43,34 +55,24 @@ struct DispatchArguments {
   int num_expert_sms = 0;
 };
 
-// A CachedDispatchRequest along a DispatchHandle.
+// A DispatchRequest of rows alone, along a handle.
 struct AlongArguments {
-  AlongArguments(pybind11::handle request, pybind11::handle handle, int pad_multiple);
+  explicit AlongArguments(pybind11::handle request);
 
   DispatchRequest sizes;
   RowsArgument rows;
-  Route* route;
+  HandleArgument handle;
   int num_expert_sms = 0;
 };
 
-// A CombineRequest with a DispatchHandle. By expert, rows are of copies, and each has one weight.
+// A CombineRequest with a handle. By expert, rows are of copies, and each has one weight.
 struct CombineArguments {
-  CombineArguments(pybind11::handle request, pybind11::handle handle, bool is_by_expert);
+  CombineArguments(pybind11::handle request, pybind11::handle handle);
 
   CombinePlan plan;
   pybind11::object data, weights, bias[2];  // None where there is none
   int num_rows, hidden;
-  Route* route;
-};
-
-// The fields of a PermuteHandle.
-struct ByExpertHandle {
-  explicit ByExpertHandle(pybind11::handle handle);
-
-  pybind11::object dispatch;  // the DispatchHandle
-  pybind11::object state;     // the PermuteState
-  int num_permuted, pad_multiple;
-  uintptr_t kept_at;
+  HandleArgument handle;
 };
 
 }  // namespace hybrid_ep::calls

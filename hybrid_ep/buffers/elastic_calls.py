@@ -22,10 +22,8 @@ from hybrid_ep.core.checks import packed, require_tensor
 from hybrid_ep.core.event import EventHandle, EventOverlap, as_overlap
 from hybrid_ep.core.streams import is_capturing
 from hybrid_ep.engine.calls import (
-    CachedDispatchRequest,
     CombineRequest,
     DispatchRequest,
-    PermuteHandle,
     Routing,
     Rows,
 )
@@ -295,12 +293,13 @@ class ElasticCalls(LoadBalanceCalls):
                 routing, sizes = self._routing(rows, topk_idx, topk_weights, options)
                 self._check_stats(stats, routing.num_experts, rows.data.device)
                 request = self._request(rows, routing, sizes, num_sms, options)
-                received, recv_idx, recv_weights, handle = self._send(request, sizes, bool(options.do_handle_copy))
+                copies_topk = bool(options.do_handle_copy)
+                received, recv_idx, recv_weights, handle = self._send(request, routing.topk_idx, sizes, copies_topk)
             else:
                 self._check_cached(handle, rows, topk_idx, topk_weights, options)
                 self._check_stats(stats, handle.num_experts, rows.data.device)
-                along = CachedDispatchRequest(rows, num_sms or handle.asked_num_sms)
-                received, recv_idx, recv_weights = self._send_again(along, packed(topk_weights), handle)
+                sms = num_sms or handle.asked_num_sms
+                received, recv_idx, recv_weights = self._send_along(rows, packed(topk_weights), handle, sms)
             if stats is not None:
                 stats.add_(handle.num_unaligned_recv_tokens_per_expert)
             if before_epilogue is not None:
@@ -344,10 +343,7 @@ class ElasticCalls(LoadBalanceCalls):
         with self._comm_stream.scope(previous_event, async_finish):
             bias_terms = tuple(packed(term) for term in biases)
             request = CombineRequest(packed(x), packed(topk_weights), bias_terms, sms)
-            if permute is None:
-                combined = engine.combine(request, dispatch)
-            else:
-                combined = engine.combine_permuted(request, permute)
+            combined = engine.combine(request, permute or dispatch)
             if before_epilogue is not None:
                 before_epilogue.current_stream_wait()
         tensors = (x, topk_weights, *biases, *combined)
@@ -393,28 +389,18 @@ class ElasticCalls(LoadBalanceCalls):
         return DispatchRequest(rows, routing, bound, num_sms, pad_multiple=alignment, drops_rows=True)
 
     def _send(
-        self, request: DispatchRequest, sizes: tuple[int, int], copies_topk: bool
+        self, request: DispatchRequest, topk_idx: Tensor, sizes: tuple[int, int], copies_topk: bool
     ) -> tuple[Rows, Tensor | None, Tensor | None, EPHandle]:
         """Dispatches; returns rows, experts and weights that arrived, and the handle.
 
         Args:
             request: of the call.
+            topk_idx: of its routing.
             sizes: M and the alignment.
             copies_topk: whether the handle has a copy of the routing.
         """
-        (most, alignment), engine, topk_idx = sizes, self.engine, request.routing.topk_idx
-        on_host: Tensor | list[int] | None
-        permute: PermuteHandle | None = None
-        recv_idx = None
-        if request.pad_multiple:
-            by_expert = engine.dispatch_permuted(request)
-            received, recv_weights, permute = by_expert.rows, by_expert.probs, by_expert.handle
-            dispatch, on_host = permute.dispatch, by_expert.num_tokens_per_expert
-        else:
-            by_source = engine.dispatch(request)
-            received, recv_idx, recv_weights = by_source.rows, by_source.topk_idx, by_source.topk_weights
-            dispatch = by_source.handle
-            on_host = by_source.num_tokens_per_expert
+        (most, alignment), engine = sizes, self.engine
+        received, recv_idx, recv_weights, on_host, dispatch, permute = engine.dispatch(request)
         has_bound = request.bound is not None
         counts: list[int] = []
         if not has_bound:
@@ -438,22 +424,17 @@ class ElasticCalls(LoadBalanceCalls):
         )
         return received, recv_idx, recv_weights, handle
 
-    def _send_again(
-        self, request: CachedDispatchRequest, weights: Tensor | None, handle: EPHandle
+    def _send_along(
+        self, rows: Rows, weights: Tensor | None, handle: EPHandle, num_sms: int | None
     ) -> tuple[Rows, Tensor | None, Tensor | None]:
         """Dispatches along a handle; returns rows, experts and weights that arrived."""
-        engine, permute, (rows, num_sms, _) = self.engine, handle.permute, request
-        if permute is not None:
-            if weights is None:
-                return engine.dispatch_permuted_cached(request, permute), None, None
-            by_expert = engine.dispatch_permuted_again(rows, handle.topk_idx, weights, permute, num_sms=num_sms)
-            return by_expert.rows, None, by_expert.probs
-        if weights is None:
-            received = engine.dispatch_cached(request, handle.dispatch)
-            assert handle.recv_topk_idx is not None
-            return received, handle.recv_topk_idx.clone(), None
-        by_source = engine.dispatch_again(rows, handle.topk_idx, weights, handle.dispatch, num_sms=num_sms)
-        return by_source.rows, by_source.topk_idx, by_source.topk_weights
+        topk_idx = None if weights is None else handle.topk_idx
+        request = self.engine.request_along(rows, handle.permute or handle.dispatch, topk_idx, weights, num_sms=num_sms)
+        result = self.engine.dispatch(request)
+        recv_idx = result.topk_idx
+        if weights is None and handle.recv_topk_idx is not None:
+            recv_idx = handle.recv_topk_idx.clone()
+        return result.rows, recv_idx, result.topk_weights
 
     def _check_handle(self, handle: EPHandle) -> None:
         require(isinstance(handle, EPHandle), "handle", type(handle).__name__, "a handle that dispatch returned")

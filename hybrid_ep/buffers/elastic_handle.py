@@ -17,7 +17,7 @@ from torch import Tensor
 from hybrid_ep.buffers.hybrid_handles import rows_of_copies
 from hybrid_ep.core.streams import current_raw_stream, is_capturing
 from hybrid_ep.engine.base import Engine
-from hybrid_ep.engine.calls import CachedDispatchRequest, DispatchHandle, OfThisProcess, PermuteHandle, Rows
+from hybrid_ep.engine.calls import DispatchHandle, OfThisProcess, PermuteHandle, Rows
 from hybrid_ep.errors import ClosedError, ConfigError
 
 if TYPE_CHECKING:
@@ -217,17 +217,13 @@ class EPHandle(OfThisProcess):
     def _send_index(self, engine: Engine, first: int, dst_rows: Tensor | None) -> Tensor:
         """Sends ``first + token`` along the route; returns what arrived for each row."""
         num_tokens, device = self.dispatch.num_tokens, self.topk_idx.device
-        index = torch.arange(first, first + num_tokens, dtype=torch.int32, device=device)
-        rows = Rows(index.unsqueeze(1).repeat(1, _INDEX_WORDS).view(torch.bfloat16))
-        if dst_rows is None:
-            received = engine.dispatch_cached(CachedDispatchRequest(rows), self.dispatch)
-            return received.data.view(torch.int32)[:, 0]
-        assert self.permute is not None
-        received = engine.dispatch_permuted_cached(CachedDispatchRequest(rows), self.permute)
-        by_expert = received.data.view(torch.int32)[:, 0]
-        if by_expert.numel() == 0:
-            return by_expert
-        return by_expert[dst_rows.amax(1).clamp_min(0).long()]
+        tokens = torch.arange(first, first + num_tokens, dtype=torch.int32, device=device)
+        rows = Rows(tokens.unsqueeze(1).repeat(1, _INDEX_WORDS).view(torch.bfloat16))
+        received = engine.dispatch(engine.request_along(rows, self.permute or self.dispatch)).rows
+        index = received.data.view(torch.int32)[:, 0]
+        if dst_rows is None or index.numel() == 0:
+            return index
+        return index[dst_rows.amax(1).clamp_min(0).long()]
 
     @functools.cached_property
     def dst_buffer_slot_idx(self) -> Tensor:

@@ -27,7 +27,7 @@ from hybrid_ep.core.layout import (
     indices_to_map,
     weights_to_probs,
 )
-from hybrid_ep.engine.calls import CachedDispatchRequest, CombineRequest, Dispatched, DispatchRequest, Rows
+from hybrid_ep.engine.calls import CombineRequest, Dispatched, DispatchRequest, Rows
 
 __all__ = ["HybridEPBuffer", "indices_to_map"]
 
@@ -291,16 +291,16 @@ class HybridEPBuffer(PermutedCalls):
         """
         engine, num_sms = self.engine, self._num_sms_dispatch
         experts, probs = self._experts_of_domain(handle.num_experts), None
-        if weights is None or handle.is_map:
-            request = CachedDispatchRequest(rows, num_sms)
-            received = engine.dispatch_cached(request, handle.dispatch)
-            if weights is not None:
-                _, probs = send_along(engine, handle.dispatch, experts, None, weights, num_sms)
-        else:
-            again = engine.dispatch_again(
-                rows, handle.routing, weights, handle.dispatch, expert_range=experts, num_sms=num_sms
-            )
-            received, probs = again.rows, _probs_of(again, experts)
+        topk_idx, sent = (None, None) if weights is None or handle.is_map else (handle.routing, weights)
+        request = engine.request_along(
+            rows, handle.dispatch, topk_idx, sent, num_sms=num_sms, expert_range=None if sent is None else experts
+        )
+        result = engine.dispatch(request)
+        received = result.rows
+        if sent is not None:
+            probs = _probs_of(result, experts)
+        elif weights is not None:
+            _, probs = send_along(engine, handle.dispatch, experts, None, weights, num_sms)
         return as_given(received.data, as_bytes), probs, received.scales, handle
 
     @collective("combine")
@@ -355,5 +355,6 @@ def _probs_of(received: Dispatched, experts: tuple[int, int]) -> Tensor | None:
     """``[N, end − first]`` of received top-k weights; None where none were sent."""
     if received.topk_weights is None:
         return None
+    assert received.topk_idx is not None
     first, end = experts
     return weights_to_probs(received.topk_idx, received.topk_weights, end - first)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybrid_ep.core.checks import packed, packed_copy
 from hybrid_ep.engine.base import Engine
-from hybrid_ep.engine.calls import CachedDispatchRequest, Combined, CombineRequest, DispatchHandle, Rows
+from hybrid_ep.engine.calls import Combined, CombineRequest, DispatchHandle, Rows
 
 __all__ = ["combine_with_probs", "send_along"]
 
@@ -45,8 +45,8 @@ def send_along(
     sent = [tensor for tensor in (probs, routing_map) if tensor is not None]
     record = torch.cat([packed(tensor).view(torch.uint8) for tensor in sent], 1)
     record = torch.nn.functional.pad(record, (0, -record.shape[1] % _RECORD_ALIGN_BYTES))
-    request = CachedDispatchRequest(Rows(record.view(torch.bfloat16)), num_sms)
-    received = engine.dispatch_cached(request, handle).data.view(torch.uint8)
+    request = engine.request_along(Rows(record.view(torch.bfloat16)), handle, num_sms=num_sms)
+    received = engine.dispatch(request).rows.data.view(torch.uint8)
     row = torch.arange(len(received), device=received.device)
     is_unused = (row >= engine.rows_by_source(handle)[-1]).unsqueeze(1)
 

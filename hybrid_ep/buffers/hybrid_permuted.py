@@ -11,7 +11,7 @@ from hybrid_ep.buffers.hybrid_handles import PermutedHandle
 from hybrid_ep.checks import MAX_TOPK, require, require_bool, require_int
 from hybrid_ep.core.checks import packed
 from hybrid_ep.core.layout import weights_to_probs, widest_token
-from hybrid_ep.engine.calls import CachedDispatchRequest, CombineRequest, DispatchRequest, Rows
+from hybrid_ep.engine.calls import CombineRequest, DispatchRequest, Rows
 
 __all__ = ["PermutedCalls"]
 
@@ -168,20 +168,22 @@ class PermutedCalls(HybridArguments):
             num_expert_sms=self._num_sms_permute,
             drops_rows=non_blocking,
         )
-        result = engine.dispatch_permuted(request)
-        tokens_per_expert = result.num_tokens_per_expert.to(torch.int64)
+        result = engine.dispatch(request)
+        permute = result.permute
+        assert permute is not None
+        tokens_per_expert = permute.num_tokens_per_expert.to(torch.int64)
         if non_blocking and routing_map is not None and routing.num_experts > num_parts * MAX_TOPK:
             # Reports a token with more experts than `max_experts_per_token` by the overflow flag.
-            result.handle.overflow.bitwise_or_(widest_token(routing_map) > num_parts * MAX_TOPK)
+            permute.overflow.bitwise_or_(widest_token(routing_map) > num_parts * MAX_TOPK)
         if not non_blocking:
             tokens_per_expert = tokens_per_expert.to("cpu")
             if bound is not None:
                 engine.raise_pending()  # the copy has waited for the dispatch
         known = routing.topk_idx
         if known is topk_idx:
-            known = engine.sent_topk_idx(result.handle.dispatch, known)
-        made = PermutedHandle(known, result.handle, tokens_per_expert, self._sizes(pad), num_parts)
-        return as_given(result.rows.data, as_bytes), result.probs, result.rows.scales, tokens_per_expert, made
+            known = engine.sent_topk_idx(result.handle, known)
+        made = PermutedHandle(known, permute, tokens_per_expert, self._sizes(pad), num_parts)
+        return as_given(result.rows.data, as_bytes), result.topk_weights, result.rows.scales, tokens_per_expert, made
 
     def _permuted_along(
         self,
@@ -199,19 +201,16 @@ class PermutedCalls(HybridArguments):
         counts = handle.tokens_per_expert
         if non_blocking:
             counts = counts.to(hidden.device, non_blocking=True)
-        if weights is not None:
-            again = engine.dispatch_permuted_again(
-                rows,
-                handle.topk_idx,
-                weights,
-                permute,
-                num_sms=self._num_sms_dispatch,
-                num_expert_sms=self._num_sms_permute,
-            )
-            return as_given(again.rows.data, as_bytes), again.probs, again.rows.scales, counts, handle
-        request = CachedDispatchRequest(rows, self._num_sms_dispatch, self._num_sms_permute)
-        cached = engine.dispatch_permuted_cached(request, permute)
-        return as_given(cached.data, as_bytes), None, cached.scales, counts, handle
+        request = engine.request_along(
+            rows,
+            permute,
+            None if weights is None else handle.topk_idx,
+            weights,
+            num_sms=self._num_sms_dispatch,
+            num_expert_sms=self._num_sms_permute,
+        )
+        result = engine.dispatch(request)
+        return as_given(result.rows.data, as_bytes), result.topk_weights, result.rows.scales, counts, handle
 
     @collective("combine")
     def combine_with_unpermute(
@@ -250,7 +249,7 @@ class PermutedCalls(HybridArguments):
         if pad_multiple and pad_multiple != permute.pad_multiple:
             require(False, "pad_multiple", pad_multiple, f"{permute.pad_multiple}, as dispatched")
         request = CombineRequest(packed(hidden), packed(probs), (), self._num_sms_combine, self._num_sms_unpermute)
-        combined = engine.combine_permuted(request, permute)
+        combined = engine.combine(request, permute)
         data, num_parts, dense = combined.data, handle.num_parts, None
         if combined.weights is not None:
             dense = weights_to_probs(handle.topk_idx, combined.weights, permute.dispatch.num_experts)

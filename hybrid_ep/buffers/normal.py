@@ -422,9 +422,9 @@ class Buffer(NormalArguments, LocalMemory, LoadBalanceCalls, LowLatencyCalls):
                 self._check_layout_along(handle, is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert)
             with self._comm_stream.scope(previous_event, async_finish):
                 # Here, because it may copy scales.
-                along = self._along(sent, (expert_alignment, num_worst_tokens), num_sms, handle)
-                received = engine.dispatch_cached(along, handle)
-            event = self._comm_stream.finish(previous_event, async_finish, (*along.rows, *received))
+                rows = self._rows_along(sent, (expert_alignment, num_worst_tokens), handle)
+                received = engine.dispatch(engine.request_along(rows, handle, num_sms=num_sms)).rows
+            event = self._comm_stream.finish(previous_event, async_finish, (*rows, *received))
             return as_given(received, sent), None, None, None, None, event
 
         check_sizes(expert_alignment, num_worst_tokens)

@@ -16,7 +16,6 @@ from hybrid_ep.checks import require, require_int
 from hybrid_ep.core.checks import packed, require_tensor
 from hybrid_ep.core.layout import compute_layout
 from hybrid_ep.engine.calls import (
-    CachedDispatchRequest,
     CombineRequest,
     DispatchHandle,
     Routing,
@@ -36,15 +35,13 @@ Parts = tuple[Tensor, Tensor | None, Tensor | None]
 class NormalArguments(BaseBuffer):
     """The checks of a Buffer's normal calls."""
 
-    def _along(
-        self, sent: Parts, sizes: tuple[int, int], num_sms: int | None, handle: DispatchHandle
-    ) -> CachedDispatchRequest:
+    def _rows_along(self, sent: Parts, sizes: tuple[int, int], handle: DispatchHandle) -> Rows:
         """Checks rows, expert alignment and bound."""
         check_sizes(*sizes)
         rows = checked(sent, self.engine.device)
         if rows.data.shape[0] != handle.num_tokens:
             require(False, "rows of x", rows.data.shape[0], f"{handle.num_tokens}, as with this handle")
-        return CachedDispatchRequest(rows, num_sms)
+        return rows
 
     def _received(
         self,

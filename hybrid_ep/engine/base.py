@@ -33,7 +33,6 @@ from torch import Tensor
 from hybrid_ep.core.checks import packed, packed_copy
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.engine.calls import (
-    CachedDispatchRequest,
     Combined,
     CombineRequest,
     Dispatched,
@@ -44,10 +43,10 @@ from hybrid_ep.engine.calls import (
     LowLatencyDispatched,
     LowLatencyDispatchRequest,
     LowLatencyHandle,
-    Permuted,
     PermuteHandle,
     Routing,
     Rows,
+    dispatch_of,
 )
 from hybrid_ep.errors import ConfigError, TransportError
 
@@ -132,41 +131,63 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def dispatch(self, request: DispatchRequest) -> Dispatched:
-        """Sends each row to every rank that owns one of its experts; rows land by source.
+        """Sends each row to every rank that owns one of its experts.
+
+        Rows land by source, or with a `pad_multiple` by local expert, one copy for each expert of a token. With a bound
+        there is no host sync. By expert, rows beyond the bound are dropped. If any rank drops rows, `overflow` of the
+        handle is set at all, because a combine of theirs may lack them.
 
         Raises:
-            OverflowError: more rows than the bound, at any rank (an engine that does not sync raises it later).
+            OverflowError: more rows than the bound, at any rank, without `drops_rows` (an engine that does not sync
+                raises it later).
             TransportError, TimeoutError: a rank was lost.
         """
 
     @abc.abstractmethod
-    def dispatch_cached(self, request: CachedDispatchRequest, handle: DispatchHandle) -> Rows:
-        """Sends ``[T, H]`` along the routes of an earlier dispatch; returns ``[N, H]``."""
+    def combine(self, request: CombineRequest, handle: DispatchHandle | PermuteHandle) -> Combined:
+        """Brings bf16 rows of a dispatch (and their float32 weights) back to their source tokens and sums them.
 
-    @abc.abstractmethod
-    def combine(self, request: CombineRequest, handle: DispatchHandle) -> Combined:
-        """Brings ``[N, H]`` bf16 rows (and ``[N, W]`` float32 weights) back to their source tokens and sums them."""
-
-    @abc.abstractmethod
-    def dispatch_permuted(self, request: DispatchRequest) -> Permuted:
-        """Dispatches and leaves the rows grouped by local expert, one copy for each expert of a token.
-
-        With a bound there is no host sync, the result has that many rows, and rows beyond it are dropped. If any rank
-        drops rows, `handle.overflow` is set at all, because a combine of theirs may lack them. The request's
-        `pad_multiple` is 1 or more.
-
-        Raises:
-            OverflowError: rows were dropped at any rank, without `drops_rows` (an engine that does not sync raises it
-                later).
+        The result is ``[T, H]`` and, with weights, ``[T, W]``; by expert ``[T, K]``.
         """
 
-    @abc.abstractmethod
-    def dispatch_permuted_cached(self, request: CachedDispatchRequest, handle: PermuteHandle) -> Rows:
-        """Sends ``[T, H]`` along the routes of an earlier `dispatch_permuted`; returns ``[P, H]``."""
+    def request_along(
+        self,
+        rows: Rows,
+        handle: DispatchHandle | PermuteHandle,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        *,
+        num_sms: int | None = None,
+        num_expert_sms: int | None = None,
+        expert_range: tuple[int, int] | None = None,
+    ) -> DispatchRequest:
+        """Local: returns the request of a dispatch along the routes of an earlier one, which needs no host sync.
 
-    @abc.abstractmethod
-    def combine_permuted(self, request: CombineRequest, handle: PermuteHandle) -> Combined:
-        """Brings ``[P, H]`` bf16 rows (and ``[P]`` float32 probs) back to ``[T, H]`` (and ``[T, K]``) and sums them."""
+        Rows alone take the route as it is. Weights travel with their experts, so the route is made again from these.
+
+        Args:
+            rows: ``[T, H]``.
+            handle: of the earlier dispatch; rows land as its rows did.
+            topk_idx: that the earlier dispatch has sent, if weights are sent.
+            topk_weights: ``[T, K]`` float32, or None.
+            num_sms, num_expert_sms, expert_range: as in `DispatchRequest`.
+        """
+        if topk_idx is None:
+            return DispatchRequest(rows, None, None, num_sms, num_expert_sms=num_expert_sms, along=handle)
+        permute = handle if isinstance(handle, PermuteHandle) else None
+        dispatch = dispatch_of(handle)
+        return DispatchRequest(
+            rows,
+            Routing(topk_idx, topk_weights, dispatch.num_experts),
+            dispatch.num_recv if permute is None else permute.num_permuted,
+            num_sms,
+            expert_range,
+            common_bound=self.common_bound_of(dispatch),
+            pad_multiple=0 if permute is None else permute.pad_multiple,
+            num_expert_sms=num_expert_sms,
+            along=handle,
+            drops_rows=permute is not None,  # as the dispatch that made the handle
+        )
 
     def allocate_spare(self, num_bytes: int, device: torch.device) -> Tensor:
         """Allocates memory for spare slots, which the engine holds until it is freed. Collective.
@@ -206,50 +227,6 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         """Returns the sum of a tensor over all ranks, added in ascending order of the ranks; the same at every rank."""
-
-    def dispatch_again(
-        self,
-        rows: Rows,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        handle: DispatchHandle,
-        *,
-        num_sms: int | None,
-        expert_range: tuple[int, int] | None = None,
-    ) -> Dispatched:
-        """Sends rows and weights along the route of `handle`, which a dispatch of the same `topk_idx` has made.
-
-        A cached dispatch carries rows only. So the route is made again from the same experts, which needs no host sync.
-        """
-        routing = Routing(topk_idx, topk_weights, handle.num_experts)
-        common_bound = self.common_bound_of(handle)
-        return self.dispatch(
-            DispatchRequest(rows, routing, handle.num_recv, num_sms, expert_range, common_bound, again=handle)
-        )
-
-    def dispatch_permuted_again(
-        self,
-        rows: Rows,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        handle: PermuteHandle,
-        *,
-        num_sms: int | None,
-        num_expert_sms: int | None = None,
-    ) -> Permuted:
-        """Does the same as `dispatch_again` for `dispatch_permuted`."""
-        request = DispatchRequest(
-            rows,
-            Routing(topk_idx, topk_weights, handle.dispatch.num_experts),
-            handle.num_permuted,
-            num_sms,
-            common_bound=self.common_bound_of(handle.dispatch),
-            pad_multiple=handle.pad_multiple,
-            num_expert_sms=num_expert_sms,
-            again=handle.dispatch,
-            drops_rows=True,  # as the dispatch that made the handle
-        )
-        return self.dispatch_permuted(request)
 
     def sent_topk_idx(self, handle: DispatchHandle, topk_idx: Tensor) -> Tensor:
         """Local: returns a copy of the top-k indices that made the handle, which a caller may overwrite.

@@ -21,7 +21,6 @@ __all__ = [
     "MIN_TOKENS_TO_SUM",
     "NO_SUMS",
     "SEND_TIMEOUT_DIVISOR",
-    "CachedDispatchRequest",
     "CombineRequest",
     "Combined",
     "DispatchHandle",
@@ -35,10 +34,11 @@ __all__ = [
     "LowLatencyHandle",
     "OfThisProcess",
     "PermuteHandle",
-    "Permuted",
     "ReplicaMapping",
     "Routing",
     "Rows",
+    "along_handle",
+    "dispatch_of",
     "missing_signal",
     "state_of",
 ]
@@ -108,7 +108,7 @@ class OfThisProcess:
 
 
 class DispatchHandle(NamedTuple):
-    """The handle of a dispatch, for `combine` and a cached `dispatch`. It can be copied and not pickled.
+    """The handle of a dispatch, for `combine` and a dispatch along it. It can be copied and not pickled.
 
     Attributes:
         rank_prefix_matrix: ``[R, R]`` int32; ``m[i][j]`` = rows that ranks 0…i send to rank j.
@@ -140,9 +140,7 @@ class DispatchHandle(NamedTuple):
 
 
 class PermuteHandle(NamedTuple):
-    """The handle of a permuted dispatch, for `combine_permuted` and a cached `dispatch_permuted`.
-
-    It can be copied and not pickled.
+    """The handle of a dispatch by expert, for `combine` and a dispatch along it. It can be copied and not pickled.
 
     Attributes:
         dispatch: the handle of the dispatch underneath.
@@ -308,11 +306,11 @@ class ReplicaMapping(NamedTuple):
 
 
 class DispatchRequest(NamedTuple):
-    """A dispatch that makes its route.
+    """A dispatch. `Engine.request_along` makes that of a dispatch along a handle.
 
     Attributes:
         rows: ``[T, H]``.
-        routing: where they go.
+        routing: where they go; None: rows alone go along the route of an earlier dispatch.
         bound: rows of the result, without a host sync; None = exactly what arrives.
         num_sms: SMs to use; None = the engine's choice.
         expert_range: (first, end) global experts whose indices are reported relative to first; others become −1.
@@ -322,13 +320,13 @@ class DispatchRequest(NamedTuple):
         num_expert_sms: SMs that make the further copies of a permuted row; None = the engine's choice.
         replicas: if the rows are weights or gradients of experts, the mapping by which they are sent, on their device;
             otherwise None. If such a call fails, rows of a bound are zero.
-        again: handle of the dispatch whose routing is sent again, that of the same dispatch at all ranks; otherwise
-            None.
+        along: handle of the dispatch whose route is used or, with a routing, made again; that of the same dispatch at
+            all ranks. None: there is none.
         drops_rows: rows beyond the bound of a permuted dispatch only set `PermuteHandle.overflow`, and are no error.
     """
 
     rows: Rows
-    routing: Routing
+    routing: Routing | None
     bound: int | None
     num_sms: int | None = None
     expert_range: tuple[int, int] | None = None
@@ -336,36 +334,23 @@ class DispatchRequest(NamedTuple):
     pad_multiple: int = 0
     num_expert_sms: int | None = None
     replicas: ReplicaMapping | None = None
-    again: DispatchHandle | None = None
+    along: DispatchHandle | PermuteHandle | None = None
     drops_rows: bool = False
 
-    def reported_experts(self, grid: RankGrid) -> tuple[int, int]:
+    def reported_experts(self, routing: Routing, grid: RankGrid) -> tuple[int, int]:
         """(first, end) of the global experts whose indices are reported to this rank."""
         if self.expert_range is not None:
             return self.expert_range
-        num_local = self.routing.num_experts // grid.num_ranks
+        num_local = routing.num_experts // grid.num_ranks
         return grid.rank * num_local, (grid.rank + 1) * num_local
-
-
-class CachedDispatchRequest(NamedTuple):
-    """A dispatch of rows alone, along the route of an earlier one.
-
-    Attributes:
-        rows: ``[T, H]``.
-        num_sms, num_expert_sms: as in `DispatchRequest`.
-    """
-
-    rows: Rows
-    num_sms: int | None = None
-    num_expert_sms: int | None = None
 
 
 class CombineRequest(NamedTuple):
     """Rows of experts, to be brought back and summed.
 
     Attributes:
-        data: ``[N, H]`` bf16, or ``[P, H]`` of a permuted dispatch.
-        weights: ``[N, W]`` float32, or ``[P]`` of a permuted dispatch; None = none.
+        data: ``[N, H]`` bf16, or ``[P, H]`` with the handle of a dispatch by expert.
+        weights: ``[N, W]`` float32, or ``[P]`` with such a handle; None = none.
         bias: up to two of ``[T, H]`` bf16.
         num_sms: SMs to use; None = the engine's choice.
         num_expert_sms: SMs that sum the permuted rows of one token that are on this rank; None = the engine's choice.
@@ -458,38 +443,39 @@ class LowLatencyCombineRequest(NamedTuple):
 
 
 class Dispatched(NamedTuple):
-    """Result of `Engine.dispatch`.
+    """Result of `Engine.dispatch`. Rows alone come without experts, weights and counts.
 
     Attributes:
-        rows: N received rows. With a bound, that many rows; those after the last that arrived are undefined.
-        topk_idx: ``[N, K]`` int64 relative to the expert range asked for, −1 elsewhere and after the last row.
-        topk_weights: ``[N, K]`` float32, 0 where `topk_idx` is −1; None when none were sent.
+        rows: N received rows by source, or P by local expert, whose padding is zero. With a bound, that many rows;
+            those after the last that arrived, or after the last expert's, are undefined.
+        topk_idx: ``[N, K]`` int64 relative to the expert range asked for, −1 elsewhere and after the last row. None
+            by expert.
+        topk_weights: ``[N, K]`` float32, 0 where `topk_idx` is −1; by expert ``[P]``, 0 where no row is. None when none
+            were sent.
         num_tokens_per_expert: exact counts of the local experts; ``[LE]`` int32, or a list where the host knows them.
-            None where a bound was given.
-        handle: for `combine` and `dispatch_cached`.
+            None where a bound was given. By expert, the counts of `permute`.
+        handle: of the dispatch; of rows by source, for `combine` and a dispatch along it.
+        permute: of rows by expert, the handle for both.
     """
 
     rows: Rows
-    topk_idx: Tensor
+    topk_idx: Tensor | None
     topk_weights: Tensor | None
     num_tokens_per_expert: Tensor | list[int] | None
     handle: DispatchHandle
+    permute: PermuteHandle | None = None
 
 
-class Permuted(NamedTuple):
-    """Result of `Engine.dispatch_permuted`.
+def dispatch_of(handle: DispatchHandle | PermuteHandle) -> DispatchHandle:
+    """The handle of the dispatch itself."""
+    return handle.dispatch if isinstance(handle, PermuteHandle) else handle
 
-    Attributes:
-        rows: P rows by local expert; padding is zero. With a bound, rows after the last expert's are undefined.
-        probs: ``[P]`` float32, 0 where no row is; or None when no weights were sent.
-        num_tokens_per_expert: ``[LE]`` int32 or int64, padding included; on the device, or on the host if known there.
-        handle: for `combine_permuted` and a cached `dispatch_permuted`.
-    """
 
-    rows: Rows
-    probs: Tensor | None
-    num_tokens_per_expert: Tensor
-    handle: PermuteHandle
+def along_handle(rows: Rows, handle: DispatchHandle | PermuteHandle) -> Dispatched:
+    """The result of a dispatch of rows alone along a handle."""
+    if isinstance(handle, PermuteHandle):
+        return Dispatched(rows, None, None, None, handle.dispatch, handle)
+    return Dispatched(rows, None, None, None, handle)
 
 
 class Combined(NamedTuple):

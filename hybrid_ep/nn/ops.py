@@ -26,7 +26,6 @@ from hybrid_ep.buffers.normal import Buffer
 from hybrid_ep.checks import require
 from hybrid_ep.core.checks import packed, require_tensor
 from hybrid_ep.engine.calls import (
-    CachedDispatchRequest,
     Combined,
     CombineRequest,
     DispatchHandle,
@@ -142,10 +141,12 @@ def _permuted(
     require(topk_idx.shape[0] == x.shape[0], "rows of topk_idx", topk_idx.shape[0], f"{x.shape[0]}, as x has")
     routing = Routing(packed(topk_idx), packed(topk_weights), num_experts)
     num_sms = Buffer._num_sms_without_config
-    received = engine.dispatch_permuted(DispatchRequest(Rows(packed(x)), routing, num_rows, num_sms, pad_multiple=1))
-    assert received.probs is not None
-    ends = received.num_tokens_per_expert.to(x.device).cumsum(0, dtype=torch.int32)
-    return received.rows.data, received.probs, ends, hold(received.handle)
+    received = engine.dispatch(DispatchRequest(Rows(packed(x)), routing, num_rows, num_sms, pad_multiple=1))
+    probs, permute = received.topk_weights, received.permute
+    assert probs is not None
+    assert permute is not None
+    ends = permute.num_tokens_per_expert.to(x.device).cumsum(0, dtype=torch.int32)
+    return received.rows.data, probs, ends, hold(permute)
 
 
 def _combine(
@@ -166,14 +167,15 @@ def _unpermuted(mover: Buffer, x: Tensor, weights: Tensor | None, held: PermuteH
     mover._check_geometry(held.dispatch.grid)
     require(x.shape[0] == held.num_permuted, "rows of x", x.shape[0], f"{held.num_permuted}, as received")
     request = CombineRequest(packed(x), packed(weights), num_sms=Buffer._num_sms_without_config)
-    return engine.combine_permuted(request, held)
+    return engine.combine(request, held)
 
 
 def _redispatch(x: Tensor, handle: Tensor, buffer: int, num_recv: int) -> Tensor:
     mover, held = _buffer(buffer), handle_of(handle)
     if isinstance(held, PermuteHandle):
-        request = CachedDispatchRequest(Rows(packed(x)), Buffer._num_sms_without_config)
-        return mover.engine.dispatch_permuted_cached(request, held).data
+        engine = mover.engine
+        request = engine.request_along(Rows(packed(x)), held, num_sms=Buffer._num_sms_without_config)
+        return engine.dispatch(request).rows.data
     received, *_ = mover.dispatch(x, handle=held)
     assert isinstance(received, Tensor)
     return received

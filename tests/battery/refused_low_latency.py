@@ -182,7 +182,7 @@ def check_memory_of_a_graph(timeout_s: float) -> None:
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     calls = _Calls("cpu", "graph", timeout_s=timeout_s)
     case, engine = calls.case, calls.buffer.engine
-    low_latency: Any = getattr(engine, "_low_latency_kernels", None) or engine._low_latency  # type: ignore[attr-defined]
+    low_latency: Any = engine._low_latency  # type: ignore[attr-defined]
     with calls.buffer as buffer:
         rows, count, handle, _, _ = calls.dispatch()
         rows, want_counts = rows.clone(), count.tolist()

@@ -162,7 +162,7 @@ def _num_records(buffer: Buffer, buffer_idx: int) -> Tensor:
     """LowLatencyBetweenChannel::num_records of a dispatch, by domain."""
     from hybrid_ep import _cuda
 
-    region = buffer.engine._low_latency_kernels._regions[-1]  # type: ignore[attr-defined]
+    region = buffer.engine._low_latency._regions[-1]  # type: ignore[attr-defined]
     control = region.memory.local[region.capacity.region_bytes :]
     channel_bytes = _cuda.low_latency_session_offset // 2 // _cuda.low_latency_buffers
     channel = control[buffer_idx * channel_bytes : (buffer_idx + 1) * channel_bytes]

@@ -120,7 +120,7 @@ def check_refused_launch() -> None:
     with make_buffer(case, low_latency_mode=True) as buffer:
         sizes = case.max_tokens, case.num_experts
         *_, handle, _, _ = buffer.low_latency_dispatch(inputs.x, inputs.topk_idx, *sizes, use_fp8=False)
-        region = buffer.engine._low_latency_kernels._regions[-1].native  # type: ignore[attr-defined]
+        region = buffer.engine._low_latency._regions[-1].native  # type: ignore[attr-defined]
         call = _cuda.LowLatencyCombine(buffer_idx=2, results=0, topk_idx=0, topk_weights=0, num_tokens=0, rows=0, out=0)
         with pytest.raises(ValueError, match="buffer_idx"):
             region.combine(handle.state.plan, call, _cuda.Halves.SEND, 0)
@@ -233,12 +233,12 @@ def check_sums_in_other_orders(timeout_s: float) -> None:
 
 def check_scratch_of_combine(case: Case, num_tensors: int) -> None:
     """A combine makes so many tensors of a row for each token: its output, and scratch for sums over a domain."""
-    from hybrid_ep.engine.cuda import between_combine
+    from hybrid_ep.engine.cuda import between
 
     inputs = case.inputs(dist.get_rank())
     with make_buffer(case) as buffer:
         recv, *_, handle, _ = dispatch(buffer, case, inputs)
-        with mock.patch.object(between_combine.torch, "empty", side_effect=torch.empty) as made:
+        with mock.patch.object(between.torch, "empty", side_effect=torch.empty) as made:
             buffer.combine(recv, handle)
     assert len([call for call in made.call_args_list if case.hidden in call.args]) == num_tensors
 

@@ -54,13 +54,11 @@ def install(module_path: str) -> None:
     from hybrid_ep.engine import select
     from hybrid_ep.engine.cuda import (
         arena,
+        base,
         between,
         engine,
         experts,
         low_latency,
-        low_latency_between,
-        low_latency_faults,
-        low_latency_masks,
         route,
         symmetric,
     )
@@ -68,12 +66,11 @@ def install(module_path: str) -> None:
     select._cuda_obstacle = lambda: None
     nvshmem._native = lru_cache(1)(lambda: _load("_nvshmem", _beside(module_path)))
     choice._nvshmem_state = lambda: TransportState("nvshmem", True, None, "", dist.get_world_size())
-    for module in (arena, between, engine, route):
+    for module in (arena, base, route):
         module.current_raw_stream = lambda _: stream.cuda_stream
-    of_low_latency = (low_latency, low_latency_between, low_latency_faults, low_latency_masks)
-    for module in (arena, between, engine, experts, symmetric, *of_low_latency):
+    for module in (arena, base, between, experts, symmetric, low_latency):
         module.is_capturing = lambda _: False
-    engine.torch = between.torch = experts.torch = _TorchOnCpu("torch on the CPU")
+    base.torch = engine.torch = between.torch = experts.torch = _TorchOnCpu("torch on the CPU")
     symmetric.SymmetricMemory._map = staticmethod(_map)
 
 

@@ -46,7 +46,7 @@ _WORK = {
     "low-latency combine with a hook": _Work(1, [], 37),
     "dispatch with a bound": _Work(0, ["aten.equal.default"], 25),  # of the layout, on a CPU only
     "dispatch": _Work(0, ["aten.equal.default"], 27),
-    "cached dispatch": _Work(0, [], 19),
+    "cached dispatch": _Work(0, [], 21),
     "combine": _Work(0, [], 14),
     "hybrid dispatch with a bound": _Work(1, ["aten.clone.default"], 42),  # of the experts that arrived
     "hybrid combine": _Work(2, [], 24),

@@ -182,7 +182,7 @@ def check_faults() -> None:
 
 def check_masks() -> None:
     """Rows of a rank that is masked are left out. A mask that a capture could not upload, the next call uploads."""
-    from hybrid_ep.engine.cuda import low_latency_masks
+    from hybrid_ep.engine.cuda import low_latency
 
     case = _case("masks")
     last = case.num_ranks - 1
@@ -206,7 +206,7 @@ def check_masks() -> None:
         buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.num_experts)
         calls.check_step()
         other = (calls.rank + 1) % case.num_ranks
-        with mock.patch.object(low_latency_masks, "is_capturing", return_value=True):
+        with mock.patch.object(low_latency, "is_capturing", return_value=True):
             buffer.low_latency_update_mask_buffer(other, True)
         assert int(calls.dispatch()[1].sum()) == num_rows_from([calls.rank])
         buffer.low_latency_clean_mask_buffer()

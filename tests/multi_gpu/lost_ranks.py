@@ -299,7 +299,7 @@ def lose_one_that_has_not_forwarded(lost: int) -> int | None:
 def _kernels_of(buffer: hybrid_ep.Buffer) -> Any:
     """The low-latency calls of a buffer."""
     engine: Any = buffer.engine
-    return engine._low_latency if engine.grid.num_domains == 1 else engine._low_latency_kernels
+    return engine._low_latency
 
 
 def _raise_flags_of(buffer: hybrid_ep.Buffer, peer: int) -> None:

@@ -180,7 +180,7 @@ def _untold(buffer: hybrid_ep.Buffer) -> contextlib.AbstractContextManager[objec
 def _kernels_of(buffer: hybrid_ep.Buffer) -> Any:
     """What makes the low-latency calls of a buffer, of one domain or of several."""
     engine: Any = buffer.engine
-    return getattr(engine, "_low_latency_kernels", None) or engine._low_latency
+    return engine._low_latency
 
 
 def check_masks_by_hand(fp8: bool, hooked: bool) -> None:

@@ -84,8 +84,9 @@ def test_what_one_rank_gets_wrong_is_told_in_the_call(
 ) -> None:
     topk_idx = torch.zeros(num_tokens, K, dtype=torch.int64)
     rows = Rows(torch.zeros(num_tokens, 8, dtype=torch.bfloat16))
-    request = DispatchRequest(rows, Routing(topk_idx, None, E, max_tokens=max_tokens), bound, common_bound=50)
-    planned = plan_between(request, RankGrid(RANK, NUM_RANKS, 2))
+    routing = Routing(topk_idx, None, E, max_tokens=max_tokens)
+    request = DispatchRequest(rows, routing, bound, common_bound=50)
+    planned = plan_between(request, routing, RankGrid(RANK, NUM_RANKS, 2))
     assert planned.refusal == message
     assert (planned.native.refusal is None) == (message is None)
     assert planned.native.num_tokens == (T if bound == 51 or message is None else 0)

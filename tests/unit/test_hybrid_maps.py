@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from hybrid_ep.buffers.hybrid_maps import combine_with_probs, send_along
-from hybrid_ep.engine.calls import CachedDispatchRequest, Combined, CombineRequest, DispatchHandle, Rows
+from hybrid_ep.engine.calls import Combined, CombineRequest, Dispatched, DispatchHandle, Rows, along_handle
 
 TOKENS, EXPERTS = 3, 300
 
@@ -16,9 +16,13 @@ TOKENS, EXPERTS = 3, 300
 class Alone:
     """Its rows arrive as they were sent, before two rows of memory that nothing was written to."""
 
-    def dispatch_cached(self, request: CachedDispatchRequest, handle: DispatchHandle) -> Rows:
-        data = request.rows.data
-        return Rows(torch.cat([data, torch.full((2, data.shape[1]), float("nan"), dtype=data.dtype)]))
+    def request_along(self, rows: Rows, handle: DispatchHandle, *, num_sms: int | None) -> Rows:
+        return rows
+
+    def dispatch(self, request: Rows) -> Dispatched:
+        data, handle = request.data, cast(DispatchHandle, None)
+        received = torch.cat([data, torch.full((2, data.shape[1]), float("nan"), dtype=data.dtype)])
+        return along_handle(Rows(received), handle)
 
     def rows_by_source(self, handle: DispatchHandle) -> Tensor:
         return torch.tensor([TOKENS], dtype=torch.int32)

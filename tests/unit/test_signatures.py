@@ -385,7 +385,7 @@ def test_set_num_sms(monkeypatch: pytest.MonkeyPatch) -> None:
     x, topk_idx = torch.ones(3, 8, dtype=torch.bfloat16), torch.zeros(3, 1, dtype=torch.int64)
     with Buffer(None) as buffer:
         engine = buffer.engine
-        for name in ("dispatch", "dispatch_cached", "combine"):
+        for name in ("dispatch", "combine"):
             call = getattr(engine, name)
 
             def spied(request: Any, *others: Any, call: Any = call) -> Any:

@@ -109,13 +109,7 @@ def test_an_engine_gets_packed_tensors(call: Any, strided: Any, monkeypatch: pyt
     arguments: list[object] = []
     for name in (
         "dispatch",
-        "dispatch_cached",
-        "dispatch_again",
         "combine",
-        "dispatch_permuted",
-        "dispatch_permuted_cached",
-        "dispatch_permuted_again",
-        "combine_permuted",
         "low_latency_dispatch",
         "low_latency_combine",
     ):

@@ -2,9 +2,9 @@
 
 A dispatch sends each token once to each remote domain that needs it. The peer there forwards the token. A combine goes
 the same way back (docs/internals/cuda_engine.md). Each is one launch on the current stream. A small launch before a
-dispatch numbers the tokens for each destination. Permuted calls are a dispatch and a permutation by torch. Low-latency
+dispatch numbers the tokens for each destination. Rows by expert are a dispatch, and a permutation by torch. Low-latency
 calls have kernels of their own (low_latency_between.py), unless HYBRID_EP_LOW_LATENCY_BETWEEN asks for the torch
-engine; low_latency_choice.py chooses. Combines are in between_combine.py.
+engine.
 
 A call with a bound never waits for the device. A call without one waits for the host counts. If a slot of any rank is
 too small, every rank reads that from the same counts. All grow their slots and start again.
@@ -12,47 +12,56 @@ too small, every rank reads that from the same counts. All grow their slots and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep import _cuda, env
-from hybrid_ep.agree.blame import Blame
+from hybrid_ep.agree.blame import Blame, blamed
 from hybrid_ep.agree.board import Board
 from hybrid_ep.agree.fields import ABSENT
 from hybrid_ep.agree.losses import Losses
-from hybrid_ep.agree.refusals import Refusals
 from hybrid_ep.agree.roll_call import RollCall, roll_call_among
 from hybrid_ep.core.checks import packed
 from hybrid_ep.core.geometry import RankGrid
-from hybrid_ep.core.streams import current_raw_stream, is_capturing
+from hybrid_ep.core.streams import is_capturing
 from hybrid_ep.engine.base import one_at_a_time
 from hybrid_ep.engine.calls import (
-    CachedDispatchRequest,
     Combined,
     CombineRequest,
     Dispatched,
     DispatchHandle,
     DispatchRequest,
+    LowLatencyCombineRequest,
+    LowLatencyDispatched,
+    LowLatencyDispatchRequest,
+    LowLatencyHandle,
+    PermuteHandle,
+    Routing,
     Rows,
+    along_handle,
+    dispatch_of,
     state_of,
 )
-from hybrid_ep.engine.cuda.arena import Arena
-from hybrid_ep.engine.cuda.between_combine import combine
-from hybrid_ep.engine.cuda.between_faults import BetweenFaults
+from hybrid_ep.engine.cuda.base import BaseCudaEngine
 from hybrid_ep.engine.cuda.between_route import BetweenRoute, RouteSizes
+from hybrid_ep.engine.cuda.compare import compare_calls
+from hybrid_ep.engine.cuda.faults import as_error, rank_of, transport_error
 from hybrid_ep.engine.cuda.low_latency_between import LowLatencyBetween, OpenedLink
-from hybrid_ep.engine.cuda.low_latency_choice import LowLatencyChoice
 from hybrid_ep.engine.cuda.plan import plan_between, plan_between_along, sizes_of_rows
-from hybrid_ep.engine.cuda.refuse import refuse_between
-from hybrid_ep.engine.cuda.route import HostCounts, address, aligned_rows, route_memory
-from hybrid_ep.engine.cuda.symmetric import SymmetricMemory, map_peers_of
+from hybrid_ep.engine.cuda.route import HostCounts, address, aligned, aligned_rows
+from hybrid_ep.engine.cuda.symmetric import map_peers_of
+from hybrid_ep.engine.torch.by_expert import permute_rows, rows_by_expert, sum_copies
 from hybrid_ep.errors import ConfigError, HybridEPError, TimeoutError, TransportError
 from hybrid_ep.transport import Ring, open_link
 
 __all__ = ["CudaBetween", "refusal_of_grid"]
 
 _GROWTH = 1.25  # of a capacity for records that was too small
+_HIDDEN_WITHOUT_ROWS = 8  # of a call that sends none: as few as kernels move
 _CLOSE_TIMEOUT_S = 5.0  # for what is still on its way when an engine is closed
 # How much later than this rank another rank may give up a call. A kernel ends up to three seconds after its timeout
 # (csrc/kernels/between/chunk_stream.cuh), and ranks do not begin a call at the same time.
@@ -70,7 +79,7 @@ def refusal_of_grid(grid: RankGrid) -> str | None:
     )
 
 
-class CudaBetween(LowLatencyChoice):
+class CudaBetween(BaseCudaEngine):
     """Dispatch and combine between domains by the kernels of `_cuda`.
 
     Args:
@@ -85,26 +94,28 @@ class CudaBetween(LowLatencyChoice):
         TransportError: the peers cannot be reached.
     """
 
-    name = "cuda"
+    _low_latency: LowLatencyBetween | None
 
     def __init__(self, group: dist.ProcessGroup, grid: RankGrid, timeout_s: float, number: int) -> None:
         if refusal := refusal_of_grid(grid):
             raise ConfigError(refusal)
-        super().__init__(group, grid, timeout_s, number, lag_s=LowLatencyBetween.lag_s(timeout_s))
-        self.device = torch.device("cuda", torch.cuda.current_device())
-        self._index: int = torch.cuda.current_device()
         roll_call = roll_call_among(group, grid.rank, grid.domain, timeout_s, number)
         between_bytes = _cuda.between_control_bytes(
             num_domains=grid.num_domains, ranks_per_domain=grid.num_ranks_per_domain
         )
-        self._control = SymmetricMemory.allocate(_cuda.control_bytes + between_bytes, roll_call, self.device)
-        self._communicator = _cuda.Communicator(
-            rank=grid.domain_rank, control=self._control.addresses, device=self._index, timeout_s=timeout_s
+        super().__init__(
+            group,
+            grid,
+            timeout_s,
+            number,
+            domain=roll_call,
+            control_bytes=_cuda.control_bytes + between_bytes,
+            lag_s=LowLatencyBetween.lag_s(timeout_s),
         )
         self._group, self._timeout_s = group, timeout_s
         self._everyone = RollCall(group, grid.rank, timeout_s, number)
         self._peers = roll_call_among(group, grid.rank, grid.peers, timeout_s, number)
-        roll_call.lost = self._peers.lost = self._everyone.lost = self.lost
+        self._peers.lost = self._everyone.lost = self.lost
         ring = Ring(*_cuda.between_ring(num_domains=grid.num_domains))
         self._link, self._keep = self._open_link([ring], grid, False)
         if self._link.proxy.is_mapped and self._link.kernels is None and grid.num_domains > _cuda.max_mapped_domains:
@@ -119,58 +130,50 @@ class CudaBetween(LowLatencyChoice):
             proxy=self._link.proxy,
             kernels=self._link.kernels,
         )
-        self._arena = Arena(roll_call, self.device, self._communicator, env.POOL_SLOTS.get())
-        self._routes = route_memory(self.device)
         # Dispatches are numbered among calls of every kind: after ranks have made different ones, numbers agree again.
         self._num_launches = 0
-        self._refused = Refusals(Board.of(group).at(f"buffer {number}/refused calls"), grid.rank)
-        blame = Blame(Board.of(group).at(f"buffer {number}/calls"), grid.rank, timeout_s, grace_s=_GRACE_S)
-        self._faults = BetweenFaults(grid, self._link, blame, self._refused)
-        self._order = _cuda.LaunchOrder(self._index, current_raw_stream)
-        self._late: HybridEPError | None = None  # error of an earlier call; raised after the next launch
+        board = Board.of(group).at(f"buffer {number}")
+        self._blame = Blame(board.at("calls"), grid.rank, timeout_s, grace_s=_GRACE_S)
         self._held_capacity = 0  # records that calls without a bound have needed
+        self._low_latency = None
+        self._calls_kernels: bool | None = None  # whether they served the last low-latency call; None: none yet
         if env.LOW_LATENCY_BETWEEN.get() == "cuda":
-            self._low_latency_kernels = LowLatencyBetween(
+            self._low_latency = LowLatencyBetween(
                 roll_call,
                 grid,
                 self.device,
                 self._communicator,
                 self._order,
-                Losses(Board.of(group).at(f"buffer {number}"), grid.rank),
+                Losses(board, grid.rank),
                 number=number,
-                board=Board.of(group).at(f"buffer {number}/low latency"),
+                board=board.at("low latency"),
                 open_link=self._open_link,
-                error_of=self._faults.error_of,
+                error_of=self._error_of,
                 everyone=self._everyone,
             )
-            self._low_latency_kernels.lost = self.lost
-        super().barrier()
-
-    def record_stream(self, tensor: Tensor, stream: torch.Stream) -> None:
-        self._arena.record_stream(tensor, stream)
-
-    @property
-    def memory_bytes(self) -> int:
-        kernels = self._low_latency_kernels
-        return self._control.local.nbytes + self._arena.num_bytes + (0 if kernels is None else kernels.num_bytes)
+            self._low_latency.lost = self.lost
+        self._torch.barrier()
 
     @one_at_a_time
     def dispatch(self, request: DispatchRequest) -> Dispatched:
-        return self._dispatch_rows(request)
+        if request.routing is None:
+            assert request.along is not None
+            return self._dispatch_along(request, request.along)
+        if request.pad_multiple:
+            # Padding and the bound apply to rows by expert, so all rows must arrive first.
+            received = self._dispatch(request._replace(bound=None, common_bound=None, num_sms=None), request.routing)
+            return rows_by_expert(request, received, self._find_overflow)
+        return self._dispatch(request, request.routing)
 
-    def _dispatch(self, request: DispatchRequest) -> Dispatched:
-        # Permuted calls come here. Padding and the bound apply to the permuted rows, so all rows must arrive first.
-        return self._dispatch_rows(request._replace(bound=None, common_bound=None, num_sms=None))
-
-    def _dispatch_rows(self, request: DispatchRequest) -> Dispatched:
-        rows, routing, bound = request.rows, request.routing, request.bound
-        stream = self._begin_launch()
+    def _dispatch(self, request: DispatchRequest, routing: Routing) -> Dispatched:
+        rows, bound = request.rows, request.bound
+        stream = self._begin()
         if bound is None and is_capturing(self._index):
             raise ConfigError("a captured dispatch has no bound; allowed: num_worst_tokens")
         topk_idx, num_experts = packed(routing.topk_idx), routing.num_experts
-        planned = plan_between(request, self.grid)
+        planned = plan_between(request, routing, self.grid)
         plan, num_tokens = planned.native, planned.native.num_tokens
-        again = ABSENT if request.again is None else state_of(request.again, BetweenRoute).number
+        along = ABSENT if request.along is None else state_of(dispatch_of(request.along), BetweenRoute).number
         checksum = address(None if request.replicas is None else request.replicas.checksum)
         num_topk = topk_idx.shape[1]
         sizes = RouteSizes(self.grid.num_domains, self.grid.num_ranks_per_domain, num_tokens, num_topk, num_experts)
@@ -192,7 +195,7 @@ class CudaBetween(LowLatencyChoice):
                     base,
                     checksum,
                     held_capacity,
-                    again,
+                    along,
                     lease,
                     stream,
                     reported,
@@ -216,7 +219,7 @@ class CudaBetween(LowLatencyChoice):
             self._count_traffic(route, plan.record_bytes)
             matrix = route.rank_prefix_matrix()
             data, scales, experts, weights = lease.results(plan, route.num_recv)
-            self._end_launch()
+            self._end()
         finally:
             lease.give_back()
         assert experts is not None
@@ -238,15 +241,15 @@ class CudaBetween(LowLatencyChoice):
         return max(capacity, min(self.grid.num_ranks_per_domain * max_rows, num_others * _cuda.max_tokens))
 
     def _find_overflow(self, num_rows: int, bound: int, device: torch.device) -> str | None:
-        self._begin("dispatch_with_permute", device, {})  # kernels have made the dispatch
-        return super()._find_overflow(num_rows, bound, device)
+        self._torch.begin("dispatch_with_permute", device, {})  # kernels have made the dispatch
+        return self._torch.find_overflow(num_rows, bound, device)
 
-    @one_at_a_time
-    def dispatch_cached(self, request: CachedDispatchRequest, handle: DispatchHandle) -> Rows:
-        route = state_of(handle, BetweenRoute)
-        stream = self._begin_launch()
+    def _dispatch_along(self, request: DispatchRequest, handle: DispatchHandle | PermuteHandle) -> Dispatched:
+        dispatch = dispatch_of(handle)
+        route = state_of(dispatch, BetweenRoute)
+        stream = self._begin()
         route.chunk.note_use(stream)
-        planned = plan_between_along(request, handle, route.max_recv, self.grid)
+        planned = plan_between_along(request, dispatch, route.max_recv, self.grid)
         plan = planned.native
         self._arena.holds(planned.slot_bytes)
         sent = aligned_rows(request.rows)
@@ -261,10 +264,13 @@ class CudaBetween(LowLatencyChoice):
                 lease = self._lease_larger(lease, plan, host_counts, stream)
             self._count_traffic(route, plan.record_bytes)
             data, scales, _, _ = lease.results(plan, route.num_recv)
-            self._end_launch()
+            self._end()
         finally:
             lease.give_back()
-        return Rows(data, scales)
+        received = Rows(data, scales)
+        if isinstance(handle, PermuteHandle):
+            received = permute_rows(received, handle)
+        return along_handle(received, handle)
 
     def _lease_larger(
         self, lease: _cuda.SlotLease, plan: _cuda.DispatchShape, host_counts: HostCounts, stream: int
@@ -319,31 +325,157 @@ class CudaBetween(LowLatencyChoice):
         return self._wait_for_counts(counts_epoch, stream, reported)
 
     @one_at_a_time
-    def combine(self, request: CombineRequest, handle: DispatchHandle) -> Combined:
-        return combine(self, request, handle)
+    def combine(self, request: CombineRequest, handle: DispatchHandle | PermuteHandle) -> Combined:
+        if isinstance(handle, PermuteHandle):
+            request, handle = sum_copies(request, handle), handle.dispatch
+        data, weights = aligned(request.data), request.weights
+        route = state_of(handle, BetweenRoute)
+        stream = self._begin()
+        route.chunk.note_use(stream)
+        sizes: dict[str, Any] = {
+            "hidden": data.shape[1],
+            "num_topk": handle.num_topk,
+            "num_experts": handle.num_experts,
+            "num_weights": 0 if weights is None else weights.shape[1],
+            "num_sms": request.num_sms,
+        }
+        plan = _cuda.CombinePlan(num_tokens=handle.num_tokens, **sizes)
+        # Ranks compare a combine without tokens as if it had them.
+        compared = _cuda.CombinePlan(num_tokens=0, **sizes)
+        self._arena.ensure(plan.slot_bytes_for(route.max_sums), lambda: self._compare_combine(compared, route, stream))
+        self._arena.slots.note_use(stream)
+
+        def make_sums() -> tuple[Tensor, Tensor | None]:
+            sums = torch.empty(handle.num_tokens, data.shape[1], dtype=data.dtype, device=data.device)
+            if weights is None:
+                return sums, None
+            return sums, torch.empty(handle.num_tokens, weights.shape[1], dtype=torch.float32, device=data.device)
+
+        out, out_weights = make_sums()
+        # A rank that is alone in its domain has no sums over it: the kernel reads the rows of `data`.
+        own_sums, own_weights = make_sums() if self.grid.num_ranks_per_domain > 1 else (None, None)
+        terms = [aligned(term) for term in request.bias]
+        self._between.combine(
+            plan=plan,
+            rows=data.data_ptr(),
+            num_rows=data.shape[0],
+            weights=address(weights),
+            bias=[term.data_ptr() for term in terms],
+            out=out.data_ptr(),
+            out_weights=address(out_weights),
+            own_sums=address(own_sums),
+            own_weights=address(own_weights),
+            route=route.address,
+            held_capacity=route.held_capacity,
+            handle=route.number,
+            stream=stream,
+        )
+        self._count_launch()
+        self._end()
+        return Combined(out, out_weights)
+
+    def _combine_without_rows(self, plan: _cuda.CombinePlan, no_rows: Tensor, handle: int, stream: int) -> None:
+        """Launches a combine that only publishes its call; `no_rows` is a route of zeros."""
+        self._between.combine(
+            plan=plan,
+            rows=0,
+            num_rows=0,
+            weights=0,
+            bias=[],
+            out=0,
+            out_weights=0,
+            own_sums=0,
+            own_weights=0,
+            route=no_rows.data_ptr(),
+            held_capacity=0,
+            handle=handle,
+            stream=stream,
+        )
+        self._count_launch()
+
+    def _compare_combine(self, plan: _cuda.CombinePlan, route: BetweenRoute, stream: int) -> None:
+        """Compares the combines of the ranks, before slots grow for them: see compare.py."""
+        no_rows = torch.zeros(route.sizes._replace(num_tokens=0).num_ints(0), dtype=torch.int32, device=self.device)
+        compare_calls(
+            self.device,
+            self._begin,
+            self._take_fault,
+            lambda: self._combine_without_rows(plan, no_rows, route.number, stream),
+        )
 
     def _count_launch(self) -> None:
         self._num_launches += 1
         self.num_calls += 1
 
-    def refuse(self, call: str, error: ConfigError) -> None:
-        if call.startswith("low_latency"):
-            super().refuse(call, error)
-            return
-        if is_capturing(self._index):
-            return
-        number, told = self._refused.tell(error)
-        refuse_between(self, call, number)
-        raise told from error
+    def _launch_refusal(self, call: str, number: int) -> None:
+        grid, stream = self.grid, self._begin()
+        sizes = RouteSizes(grid.num_domains, grid.num_ranks_per_domain, 0, 1, grid.num_ranks)
+        no_rows = torch.zeros(sizes.num_ints(0), dtype=torch.int32, device=self.device)
+        if call == "combine":
+            plan = _cuda.CombinePlan(
+                num_tokens=0, hidden=_HIDDEN_WITHOUT_ROWS, num_topk=1, num_experts=grid.num_ranks, refusal=number
+            )
+            self._combine_without_rows(plan, no_rows, ABSENT, stream)
+        else:  # also copies of experts, which the rows of a dispatch carry
+            rows = Rows(torch.empty(0, _HIDDEN_WITHOUT_ROWS, dtype=torch.bfloat16, device=self.device))
+            shape = _cuda.DispatchShape(
+                rank=grid.rank,
+                num_ranks=grid.num_ranks,
+                **sizes_of_rows(rows),
+                num_topk=1,
+                num_experts=grid.num_ranks,
+                expert_range=(0, grid.num_ranks),
+                bound=0,
+                refusal=number,
+            )
+            lease = self._arena.slots.lease(stream)
+            try:
+                self._launch(shape, rows, 0, 0, no_rows.data_ptr(), 0, 0, ABSENT, lease, stream, None)
+            finally:
+                lease.give_back()
+        self._order.end()
+
+    # Low-latency calls: each by the kernels or, where they do not take its size, by torch.
 
     @one_at_a_time
-    def clean(self) -> None:
-        torch.cuda.synchronize(self.device)
-        if isinstance(self._late, TimeoutError):
-            self._late = None
-        super().clean()
-        if (kernels := self._low_latency_kernels) is not None:
-            kernels.clean()
+    def low_latency_dispatch(self, request: LowLatencyDispatchRequest) -> LowLatencyDispatched:
+        kernels = self._low_latency
+        self._calls_kernels = kernels is not None and kernels.serves(request)
+        if kernels is None or not self._calls_kernels:
+            return self._torch.low_latency_dispatch(request)
+        return kernels.dispatch(request)
+
+    @one_at_a_time
+    def low_latency_combine(
+        self, request: LowLatencyCombineRequest, handle: LowLatencyHandle
+    ) -> Callable[[], None] | None:
+        kernels = self._low_latency
+        self._calls_kernels = kernels is not None and kernels.has_made(handle)
+        if kernels is None or not self._calls_kernels:
+            return self._torch.low_latency_combine(request, handle)
+        return kernels.combine(request, handle)
+
+    def _refuse_low_latency(self, call: str, error: ConfigError) -> None:
+        kernels = self._low_latency
+        # The arguments do not tell which engine the other ranks call: most likely that of the call before.
+        if kernels is None or self._calls_kernels is False:
+            self._torch.refuse(call, error)
+        else:
+            kernels.refuse(call, error)
+
+    @property
+    def completes_lost_calls(self) -> bool:  # type: ignore[override]
+        return not self._calls_kernels
+
+    @property
+    def is_left_out(self) -> bool:  # type: ignore[override]
+        return self._torch.is_left_out
+
+    def leave_out(self, peer: int) -> None:
+        if self._low_latency is not None and self._calls_kernels:
+            self._low_latency.leave_out(peer, self.set_masked)
+        else:
+            self._torch.leave_out(peer)
 
     def chunks_of(self, rows: Rows, num_topk: int, num_experts: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Returns tokens of a chunk and its bytes: of a dispatch with weights, of a combine without."""
@@ -371,9 +503,9 @@ class CudaBetween(LowLatencyChoice):
             chunk_bytes: of each; equal at all ranks.
             num_sms: SMs to use; None = the default.
         """
-        stream = self._begin_launch()
+        stream = self._begin()
         self._between.stream_chunks(num_chunks=num_chunks, chunk_bytes=chunk_bytes, num_sms=num_sms or 0, stream=stream)
-        self._end_launch()
+        self._end()
 
     def common_bound_of(self, handle: DispatchHandle) -> int:
         return state_of(handle, BetweenRoute).max_recv
@@ -385,105 +517,45 @@ class CudaBetween(LowLatencyChoice):
     @staticmethod
     def rows_by_source(handle: DispatchHandle) -> Tensor:
         if handle.rank_prefix_matrix.numel():
-            return LowLatencyChoice.rows_by_source(handle)
+            return BaseCudaEngine.rows_by_source(handle)
         counts = state_of(handle, BetweenRoute).rows_to_ranks()
         return counts[:, handle.grid.domain_rank].cumsum(0, dtype=torch.int32)
 
-    @property
-    def default_num_sms(self) -> int:
-        num_sms: int = self._communicator.default_dispatch_sms
-        return num_sms
-
-    def masked(self) -> Tensor:
-        kernels = self._low_latency_kernels
-        if kernels is None:
-            self.raise_pending()
-            return super().masked().to(self.device)
-        self._raise_late()
-        kernels.note_losses()
-        return torch.maximum(kernels.masks(), super().masked().to(self.device, non_blocking=True))
-
-    @one_at_a_time
-    def empty_cache(self) -> None:
-        self._arena.shrink()
-        self._routes.clear()
-
-    @one_at_a_time
-    def barrier(self) -> None:
-        torch.cuda.synchronize(self.device)
-        kernels = self._low_latency_kernels
-        if kernels is None:
-            self.raise_pending()
-            super().barrier()
-            return
-        self._raise_late()
-        kernels.raise_before_barrier(kernels.lately_masked)
-        super().set_masked(kernels.note_told(), True)
-        kernels.drain()
-        self.meet(after_loss=kernels.knows_loss)
-        kernels.reset(self.take_number())
-        torch.cuda.synchronize(self.device)
-        super().barrier()
-
-    def raise_pending(self) -> None:
-        self._note_fault()
-        self._raise_late()
-
-    def close(self) -> None:
-        torch.cuda.synchronize(self.device)
-        if self._low_latency_kernels is not None:
-            self._low_latency_kernels.close()
+    def _close_links(self) -> None:
         self._link.close(_CLOSE_TIMEOUT_S)
-        super().close()
-        self._raise_unnamed()
-
-    def _begin_launch(self) -> int:
-        """Orders this call after the engine's earlier ones, and returns the stream.
-
-        Raises:
-            TimeoutError, TransportError: an earlier call has lost a rank, or the link. `_end_launch` raises other
-                faults of earlier calls. Other ranks may not know of them yet, and would wait for this rank's launch.
-        """
-        self._note_fault()
-        if isinstance(self._late, (TimeoutError, TransportError)):
-            self._raise_late()
-        return self._order.begin()
-
-    def _end_launch(self) -> None:
-        """Ends a call, after its last use of the arena; raises the error of an earlier call."""
-        self._order.end()
-        self._raise_late()
 
     def _wait_for_counts(self, counts_epoch: int, stream: int, reported: Tensor | None) -> HostCounts:
         num_counts = 0 if reported is None else len(reported)
         host_counts = self._communicator.wait_for_counts(counts_epoch, stream, address(reported), num_counts)
-        if host_counts is not None:
-            return HostCounts(*host_counts)
-        fault = self._take_fault()
-        if fault is None:
-            fault = TransportError("dispatch: counts", self.grid.rank, None, "the kernel did not report in its time")
-        raise fault
+        if host_counts is None:
+            self._raise_failed()
+        return HostCounts(*host_counts)
 
     def _count_traffic(self, route: BetweenRoute, record_bytes: int) -> None:
         within, between = route.sent
         self.traffic.within_domain += within * record_bytes
         self.traffic.between_domains += between * record_bytes
 
-    def _note_fault(self) -> None:
-        if self._late is None:
-            self._late = self._take_fault()
-
-    def _raise_late(self) -> None:
-        if self._late is not None:
-            late, self._late = self._late, None
-            raise late
-
     def _take_fault(self) -> HybridEPError | None:
-        """Returns the error of a fault that a kernel has recorded since the last call."""
-        if self._low_latency_kernels is not None:
-            return self._low_latency_kernels.take_fault()
+        if self._low_latency is not None:
+            return super()._take_fault()
         fault = self._communicator.take_fault()
-        return None if fault is None else self._faults.error_of(fault)
+        return None if fault is None else self._error_of(fault)
+
+    def _error_of(self, fault: _cuda.Fault) -> HybridEPError:
+        """Returns the error. Waits for other ranks' reports if a rank is lost."""
+        if fault.kind == _cuda.FaultKind.TRANSPORT:
+            peer = rank_of(fault.peer, self.grid)
+            error: HybridEPError = transport_error(fault, [self._link], self.grid.rank, peer)
+        else:
+            error = as_error(fault, self.grid, self._refusals)
+        if not isinstance(error, TransportError) or error.peer is None:
+            return error
+        others = [rank_of(peer, self.grid) for peer in fault.missed]
+        self._blame.write_lost(error.peer, others)
+        if not isinstance(error, TimeoutError):
+            return error
+        return blamed(error, self._blame.find(error.peer, others=others))
 
     def _open_link(self, rings: list[Ring], grid: RankGrid, joins_all: bool) -> OpenedLink:
         """Opens a link to the peers of a grid. Collective.

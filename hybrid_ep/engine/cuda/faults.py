@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from hybrid_ep import _cuda
 from hybrid_ep.agree.fields import ABSENT, CALLS, disagreement
 from hybrid_ep.agree.refusals import Refusals
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.engine.calls import missing_signal
 from hybrid_ep.engine.cuda.plan import refusal_of
-from hybrid_ep.errors import ConfigError, HybridEPError, OverflowError, TimeoutError
+from hybrid_ep.errors import ConfigError, HybridEPError, OverflowError, TimeoutError, TransportError
+from hybrid_ep.transport import DomainLink
 
-__all__ = ["as_error", "low_latency_counter", "rank_of"]
+__all__ = ["as_error", "low_latency_counter", "rank_of", "transport_error"]
 
 _CALL_BITS, _COUNTER_BITS = 32, 25  # of a low-latency dispatch: its number, then its counter
 
@@ -46,6 +49,24 @@ def as_error(fault: _cuda.Fault, grid: RankGrid, refusals: Refusals) -> HybridEP
     if fault.witness >= 0:
         detail = f"rank {rank_of(fault.witness, grid)} gave up on it first"
     return TimeoutError(f"{fault.kernel}: {fault.tag}", rank, peer, detail, timeout_s=fault.waited_s)
+
+
+def transport_error(fault: _cuda.Fault, links: Iterable[DomainLink], rank: int, peer: int) -> TransportError:
+    """Returns the error of the first link that has failed.
+
+    Args:
+        fault: a fault of kind TRANSPORT.
+        links: links of the call.
+        rank: this rank.
+        peer: rank that the fault names. The error names it if no link of this rank has failed.
+    """
+    where = f"{fault.kernel}: {fault.tag}"
+    try:
+        for link in links:
+            link.check(where)
+    except TransportError as error:
+        return error
+    return TransportError(where, rank, peer, "the transport has failed")
 
 
 def rank_of(peer: int, grid: RankGrid) -> int:

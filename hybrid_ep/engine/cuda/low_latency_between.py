@@ -24,7 +24,7 @@ from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.engine.calls import (
     LowLatencyDispatchRequest,
 )
-from hybrid_ep.engine.cuda.between_faults import transport_error
+from hybrid_ep.engine.cuda.faults import transport_error
 from hybrid_ep.engine.cuda.low_latency import CudaLowLatency
 from hybrid_ep.engine.cuda.low_latency_region import Region
 from hybrid_ep.engine.cuda.symmetric import SymmetricMemory

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from hybrid_ep import _cuda
 from hybrid_ep.agree.fields import dtype_code, too_many_tokens
 from hybrid_ep.core.geometry import RankGrid
-from hybrid_ep.engine.calls import CachedDispatchRequest, DispatchHandle, DispatchRequest, Rows
+from hybrid_ep.engine.calls import DispatchHandle, DispatchRequest, Routing, Rows
 
 __all__ = [
     "BetweenPlan",
@@ -72,9 +72,9 @@ class BetweenPlan(NamedTuple):
         return self.native.slot_bytes_for(self.max_rows)
 
 
-def plan_between(request: DispatchRequest, grid: RankGrid) -> BetweenPlan:
-    """Plans a dispatch that makes its route."""
-    routing, bound, replicas = request.routing, request.bound, request.replicas
+def plan_between(request: DispatchRequest, routing: Routing, grid: RankGrid) -> BetweenPlan:
+    """Plans a dispatch that makes its route; `routing` is the request's."""
+    bound, replicas = request.bound, request.replicas
     slots = None if replicas is None else replicas.experts.shape
     return BetweenPlan.of(
         grid,
@@ -84,7 +84,7 @@ def plan_between(request: DispatchRequest, grid: RankGrid) -> BetweenPlan:
         num_experts=routing.num_experts,
         has_topk=routing.has_topk,
         has_weights=routing.topk_weights is not None,
-        expert_range=request.reported_experts(grid),
+        expert_range=request.reported_experts(routing, grid),
         pad_multiple=request.pad_multiple,
         bound=bound,
         common_bound=request.common_bound,
@@ -96,9 +96,7 @@ def plan_between(request: DispatchRequest, grid: RankGrid) -> BetweenPlan:
     )
 
 
-def plan_between_along(
-    request: CachedDispatchRequest, handle: DispatchHandle, max_recv: int, grid: RankGrid
-) -> BetweenPlan:
+def plan_between_along(request: DispatchRequest, handle: DispatchHandle, max_recv: int, grid: RankGrid) -> BetweenPlan:
     """Plans a dispatch along the route of `handle`; `max_recv` is the most that any slot must hold."""
     return BetweenPlan.of(
         grid,

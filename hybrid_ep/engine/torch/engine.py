@@ -24,10 +24,9 @@ from hybrid_ep.agree.fields import dtype_code
 from hybrid_ep.core.checks import packed
 from hybrid_ep.core.config import Config
 from hybrid_ep.core.geometry import RankGrid
-from hybrid_ep.core.layout import Permutation, compute_layout, permutation_by_expert
+from hybrid_ep.core.layout import compute_layout
 from hybrid_ep.engine.base import Engine, one_at_a_time
 from hybrid_ep.engine.calls import (
-    CachedDispatchRequest,
     Combined,
     CombineRequest,
     Dispatched,
@@ -37,11 +36,13 @@ from hybrid_ep.engine.calls import (
     LowLatencyDispatched,
     LowLatencyDispatchRequest,
     LowLatencyHandle,
-    Permuted,
     PermuteHandle,
     Rows,
+    along_handle,
+    dispatch_of,
     state_of,
 )
+from hybrid_ep.engine.torch.by_expert import permute_rows, rows_by_expert, sum_copies
 from hybrid_ep.engine.torch.exchange import Exchange
 from hybrid_ep.engine.torch.hop import Hop
 from hybrid_ep.engine.torch.link import uses_gloo
@@ -107,13 +108,17 @@ class TorchEngine(Engine):
 
     @one_at_a_time
     def dispatch(self, request: DispatchRequest) -> Dispatched:
+        if request.along is not None and request.routing is None:
+            return self._dispatch_along(request, request.along)
         result = self._dispatch(request)
+        if request.pad_multiple:
+            return rows_by_expert(request, result, self.find_overflow)
         if request.bound is None:
             return result
         self._require_bounds(len(result.rows.data), request.bound, result.rows.data.device)
         return _padded(result, request.bound)
 
-    def _find_overflow(self, num_rows: int, bound: int, device: torch.device) -> str | None:
+    def find_overflow(self, num_rows: int, bound: int, device: torch.device) -> str | None:
         """What is wrong where more rows than its bound have arrived at any rank; the same at every rank."""
         both, ranks = torch.tensor([num_rows, bound], device=device), list(range(self.grid.num_ranks))
         for rank, (arrived, most) in enumerate(self._exchange.all_gather("rows and bounds", both, ranks).tolist()):
@@ -123,7 +128,7 @@ class TorchEngine(Engine):
 
     def _require_bounds(self, num_rows: int, bound: int, device: torch.device) -> None:
         """Raises at every rank if more rows than its bound have arrived at any: the others would wait for that rank."""
-        if overflow := self._find_overflow(num_rows, bound, device):
+        if overflow := self.find_overflow(num_rows, bound, device):
             raise OverflowError(overflow)
 
     def _require_same_replicas(self, replicas: Tensor) -> None:
@@ -140,6 +145,7 @@ class TorchEngine(Engine):
     def _dispatch(self, request: DispatchRequest) -> Dispatched:
         """Receives exactly what arrives; the bound is only compared. With a `pad_multiple`, rows will be permuted."""
         rows, routing, pad_multiple = request.rows, request.routing, request.pad_multiple
+        assert routing is not None
         exchange, grid = self._exchange, self.grid
         topk_idx = routing.topk_idx
         columns = self._columns(rows, topk_idx, routing.topk_weights)
@@ -156,8 +162,8 @@ class TorchEngine(Engine):
         }
         if request.replicas is not None:
             same["num_slots"] = request.replicas.experts.shape[1]
-        if request.again is not None:
-            same["handle"] = state_of(request.again, _Route).number
+        if request.along is not None:
+            same["handle"] = state_of(dispatch_of(request.along), _Route).number
         # Permuted ones may differ, and that of rows of experts follows from the mapping.
         is_alike = request.common_bound is None and not pad_multiple and request.replicas is None
         if request.bound is not None and is_alike:
@@ -167,7 +173,7 @@ class TorchEngine(Engine):
             if len(topk_idx) > routing.max_tokens:
                 same["too_many_tokens"] = len(topk_idx) << 32 | routing.max_tokens
         name = "dispatch_with_permute" if pad_multiple else "dispatch"
-        call, sent = self._begin(name, rows.data.device, same, layout.num_tokens_per_rank)
+        call, sent = self.begin(name, rows.data.device, same, layout.num_tokens_per_rank)
         if request.replicas is not None:
             self._require_same_replicas(request.replicas.experts)
         num_local = routing.num_experts // grid.num_ranks
@@ -190,7 +196,9 @@ class TorchEngine(Engine):
         num_recv = arrived.shape[0]
         weights = rest.pop(0)[order] if routing.topk_weights is not None else None
         scales = rest.pop(0)[order] if rows.scales is not None else None
-        reported, reported_weights = _in_expert_range(global_topk[order], weights, request.reported_experts(grid))
+        reported, reported_weights = _in_expert_range(
+            global_topk[order], weights, request.reported_experts(routing, grid)
+        )
         first = grid.rank * num_local
         local, _ = _in_expert_range(global_topk, None, (first, first + num_local))
         counts = torch.bincount(local[local >= 0], minlength=num_local).to(torch.int32)
@@ -205,25 +213,28 @@ class TorchEngine(Engine):
         )
         return Dispatched(Rows(data[order], scales), reported, reported_weights, counts, handle)
 
-    @one_at_a_time
-    def dispatch_cached(self, request: CachedDispatchRequest, handle: DispatchHandle) -> Rows:
-        route = state_of(handle, _Route)
-        rows = request.rows
+    def _dispatch_along(self, request: DispatchRequest, handle: DispatchHandle | PermuteHandle) -> Dispatched:
+        rows, dispatch = request.rows, dispatch_of(handle)
+        route = state_of(dispatch, _Route)
         columns = [rows.data] if rows.scales is None else [rows.data, rows.scales]
         fmt = RecordFormat.of(columns)
-        self._begin("dispatch along a handle", rows.data.device, _row_fields(rows) | {"handle": route.number})
+        self.begin("dispatch along a handle", rows.data.device, _row_fields(rows) | {"handle": route.number})
         held = route.between.forward(self._exchange, fmt.pack(columns))
         arrived = fmt.unpack(route.within.forward(self._exchange, held))
-        sorted_columns = [_pad(column[route.order], handle.num_recv) for column in arrived]
-        return Rows(*sorted_columns)
+        received = Rows(*(_pad(column[route.order], dispatch.num_recv) for column in arrived))
+        if isinstance(handle, PermuteHandle):
+            received = permute_rows(received, handle)
+        return along_handle(received, handle)
 
     @one_at_a_time
-    def combine(self, request: CombineRequest, handle: DispatchHandle) -> Combined:
+    def combine(self, request: CombineRequest, handle: DispatchHandle | PermuteHandle) -> Combined:
+        if isinstance(handle, PermuteHandle):
+            request, handle = sum_copies(request, handle), handle.dispatch
         data, weights = request.data, request.weights
         route = state_of(handle, _Route)
         num_weights = 0 if weights is None else weights.shape[1]
         same = _row_fields(Rows(data)) | {"num_weights": num_weights, "handle": route.number}
-        self._begin("combine", data.device, same)
+        self.begin("combine", data.device, same)
         arrived = data[: route.num_recv]
         partial = torch.empty_like(arrived).index_copy_(0, route.order, arrived)
         if weights is not None:
@@ -235,55 +246,6 @@ class TorchEngine(Engine):
         for term in request.bias:
             total += term.float()
         return Combined(total.to(data.dtype), weights)
-
-    @one_at_a_time
-    def dispatch_permuted(self, request: DispatchRequest) -> Permuted:
-        rows, pad_multiple = request.rows, request.pad_multiple
-        received = self._dispatch(request)
-        num_local = request.routing.num_experts // self.grid.num_ranks
-        permutation = permutation_by_expert(received.topk_idx, num_local, pad_multiple)
-        needed = int(permutation.num_tokens_per_expert.sum())
-        size = needed if request.bound is None else request.bound
-        overflow = None if request.bound is None else self._find_overflow(needed, size, rows.data.device)
-        if overflow is not None and not request.drops_rows:
-            raise OverflowError(overflow)
-        handle = PermuteHandle(
-            dispatch=received.handle,
-            num_tokens_per_expert=permutation.num_tokens_per_expert,
-            num_permuted=size,
-            pad_multiple=pad_multiple,
-            state=permutation,
-            overflow=torch.full((1,), int(overflow is not None), dtype=torch.int32, device=rows.data.device),
-        )
-        probs = None
-        if received.topk_weights is not None:
-            probs = _permute(received.topk_weights, handle, weights=True)
-        permuted = _permute_rows(received.rows, handle)
-        return Permuted(permuted, probs, permutation.num_tokens_per_expert, handle)
-
-    @one_at_a_time
-    def dispatch_permuted_cached(self, request: CachedDispatchRequest, handle: PermuteHandle) -> Rows:
-        return _permute_rows(self.dispatch_cached(request, handle.dispatch), handle)
-
-    @one_at_a_time
-    def combine_permuted(self, request: CombineRequest, handle: PermuteHandle) -> Combined:
-        data, probs = request.data, request.weights
-        num_recv = handle.dispatch.num_recv
-        permutation = state_of(handle, Permutation)
-        kept = permutation.dst_row < handle.num_permuted
-        row, column, dst_row = permutation.row[kept], permutation.column[kept], permutation.dst_row[kept]
-        # A row's copies in ascending order of their rows: by local expert, then column.
-        sums = data.new_zeros(num_recv, data.shape[1], dtype=torch.float32)
-        dst_rows = torch.full((num_recv, handle.dispatch.num_topk), handle.num_permuted, device=data.device)
-        dst_rows[row, column] = dst_row
-        for nth in dst_rows.sort(1).values.unbind(1):
-            has_nth = nth < handle.num_permuted
-            sums[has_nth] += data[nth[has_nth]].float()
-        weights = None
-        if probs is not None:
-            weights = probs.new_zeros(num_recv, handle.dispatch.num_topk)
-            weights[row, column] = probs[dst_row]
-        return self.combine(request._replace(data=sums.to(data.dtype), weights=weights), handle.dispatch)
 
     @staticmethod
     def tokens_per_expert(handle: DispatchHandle) -> Tensor:
@@ -298,7 +260,7 @@ class TorchEngine(Engine):
     def exchange_expert_counts(self, num_tokens_per_expert: Tensor) -> Tensor:
         num_ranks = self.grid.num_ranks
         same = {"num_experts": num_tokens_per_expert.numel()}
-        self._begin("counts of experts", num_tokens_per_expert.device, same)
+        self.begin("counts of experts", num_tokens_per_expert.device, same)
         sent = packed(num_tokens_per_expert).view(num_ranks, -1)
         received = torch.empty_like(sent)
         self._exchange.swap(
@@ -311,7 +273,7 @@ class TorchEngine(Engine):
     @one_at_a_time
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         exchange, ranks = self._exchange, list(range(self.grid.num_ranks))
-        self._begin("sum over ranks", tensor.device, {"numel": tensor.numel()})
+        self.begin("sum over ranks", tensor.device, {"numel": tensor.numel()})
         total: Tensor = exchange.all_gather("terms", tensor, ranks).sum(0)
         return total
 
@@ -380,9 +342,10 @@ class TorchEngine(Engine):
     def close(self) -> None:
         self._exchange.close()
 
-    def _begin(
+    def begin(
         self, call: str, device: torch.device, same: dict[str, int], counts: Tensor | None = None
     ) -> tuple[int, Tensor]:
+        """Compares a call of all ranks: see `Exchange.begin`."""
         self.num_calls += 1
         return self._exchange.begin(call, list(range(self.grid.num_ranks)), device, same, counts=counts)
 
@@ -433,21 +396,5 @@ def _padded(result: Dispatched, bound: int) -> Dispatched:
     scales = None if result.rows.scales is None else _pad(result.rows.scales, bound)
     weights = None if result.topk_weights is None else _pad(result.topk_weights, bound)
     handle = result.handle._replace(num_recv=bound)
+    assert result.topk_idx is not None
     return Dispatched(Rows(data, scales), _pad(result.topk_idx, bound, -1), weights, None, handle)
-
-
-def _permute(received: Tensor, handle: PermuteHandle, *, weights: bool = False) -> Tensor:
-    """``[N, …]`` received rows → ``[P, …]`` (or, for weights, ``[N, K]`` → ``[P]``); padding stays zero."""
-    permutation = state_of(handle, Permutation)
-    kept = permutation.dst_row < handle.num_permuted
-    row, dst_row = permutation.row[kept], permutation.dst_row[kept]
-    copies = received[row, permutation.column[kept]] if weights else received[row]
-    as_bytes = copies.view(torch.uint8) if copies.dtype.itemsize == 1 else copies
-    permuted = as_bytes.new_zeros(handle.num_permuted, *copies.shape[1:])
-    permuted[dst_row] = as_bytes
-    return permuted.view(received.dtype)
-
-
-def _permute_rows(received: Rows, handle: PermuteHandle) -> Rows:
-    scales = None if received.scales is None else _permute(received.scales, handle)
-    return Rows(_permute(received.data, handle), scales)
