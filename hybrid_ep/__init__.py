@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from hybrid_ep import nn as nn
     from hybrid_ep import quantize as quantize
     from hybrid_ep.buffers.allocator import BufferAllocator
-    from hybrid_ep.buffers.elastic_buffer import ElasticBuffer, EPBuffer
+    from hybrid_ep.buffers.elastic import ElasticBuffer, EPBuffer
     from hybrid_ep.buffers.elastic_handle import EPHandle
     from hybrid_ep.buffers.hybrid import HybridEPBuffer
     from hybrid_ep.buffers.hybrid_config import HybridEpConfigInstance
-    from hybrid_ep.buffers.normal import Buffer, topk_idx_t
+    from hybrid_ep.buffers.v1 import Buffer, topk_idx_t
     from hybrid_ep.core.config import Config
     from hybrid_ep.core.event import EventHandle, EventOverlap
     from hybrid_ep.core.layout import indices_to_map
@@ -65,12 +65,12 @@ __all__ = [
 ]
 
 _HOME = {
-    "Buffer": "buffers.normal",
+    "Buffer": "buffers.v1",
     "BufferAllocator": "buffers.allocator",
-    "ElasticBuffer": "buffers.elastic_buffer",
-    "EPBuffer": "buffers.elastic_buffer",
+    "ElasticBuffer": "buffers.elastic",
+    "EPBuffer": "buffers.elastic",
     "EPHandle": "buffers.elastic_handle",
-    "topk_idx_t": "buffers.normal",
+    "topk_idx_t": "buffers.v1",
     "Config": "core.config",
     "EventHandle": "core.event",
     "EventOverlap": "core.event",

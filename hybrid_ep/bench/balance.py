@@ -21,7 +21,7 @@ from hybrid_ep.bench.measure import RankMeasurement, anywhere
 from hybrid_ep.bench.plan import BenchPlan, Candidate
 from hybrid_ep.bench.timing import time_calls
 from hybrid_ep.buffers.expert_moves import CountExchange, copy_weights
-from hybrid_ep.buffers.normal import Buffer
+from hybrid_ep.buffers.v1 import Buffer
 from hybrid_ep.nn.experts import Experts
 from hybrid_ep.nn.layer import MoELayer
 from hybrid_ep.testing.batch import Batch, make_batch, make_routing

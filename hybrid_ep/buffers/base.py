@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import socket
 from collections.abc import Sequence
@@ -16,41 +15,20 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hybrid_ep import env
-from hybrid_ep.checks import MAX_TOPK, require, require_int
-from hybrid_ep.core.checks import (
-    packed,
-    packed_copy,
-    require_expert_indices,
-    require_no_grad,
-    require_rows,
-    require_tensor,
-    require_topk,
-)
-from hybrid_ep.core.geometry import RankGrid
-from hybrid_ep.core.layout import map_to_indices, widest_token
+from hybrid_ep.buffers.collective import collective
+from hybrid_ep.buffers.expert_moves import add_gradients, copy_weights, route_replicas
+from hybrid_ep.buffers.replica_arguments import as_tensors, check_replicas, copies_nothing, sums_nothing
+from hybrid_ep.checks import require, require_int
+from hybrid_ep.core.event import EventHandle, EventOverlap
 from hybrid_ep.core.streams import CommStream
 from hybrid_ep.engine.base import Engine, Traffic
-from hybrid_ep.engine.calls import Routing, Rows
 from hybrid_ep.engine.select import make_engine
 from hybrid_ep.errors import ClosedError, ConfigError, HybridEPError
-from hybrid_ep.quantize import CHANNELS_PER_BLOCK, SCALES_PER_WORD
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = [
-    "BaseBuffer",
-    "as_biases",
-    "as_rows",
-    "as_words",
-    "check_bias",
-    "check_global_scale",
-    "check_nvfp4_rows",
-    "check_rows",
-    "check_weights",
-    "resolve_group",
-    "rounded_up",
-]
+__all__ = ["BaseBuffer", "resolve_group"]
 
 _process_id = os.getpid()
 
@@ -61,11 +39,6 @@ def _note_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_note_fork)
-
-_BF16 = (torch.bfloat16,)
-_FLOAT32 = (torch.float32,)
-_UINT8 = (torch.uint8,)
-_NVFP4_SCALE_DTYPES = (torch.float8_e4m3fn, torch.int8, torch.uint8)
 
 
 class BaseBuffer:
@@ -241,30 +214,85 @@ class BaseBuffer:
     def __reduce__(self) -> NoReturn:
         raise ConfigError(f"{type(self).__name__} cannot be pickled; allowed: making one in each process")
 
-    def _num_local_experts(self, num_experts: int) -> int:
-        size = self.group_size
-        return require_int("num_experts", num_experts, minimum=1, multiple_of=size) // size
+    # Experts in spare slots.
 
-    def _routing_by_rank(self, is_token_in_rank: Tensor, num_experts: int) -> Routing:
-        """A routing to ranks, ``[T, R]`` bool: it names the first expert of each. Waits for a GPU above 32 ranks."""
-        if self.group_size > MAX_TOPK:
-            widest = int(widest_token(is_token_in_rank))
-            require(widest <= MAX_TOPK, "ranks of one token", widest, f"≤ {MAX_TOPK}")
-        ranks, _ = map_to_indices(is_token_in_rank, None)
-        first_experts = ranks * (num_experts // self.group_size)
-        return Routing(torch.where(ranks >= 0, first_experts, -1), None, num_experts, has_topk=False)
+    @collective("copy of experts", is_local=copies_nothing)
+    def lb_prefetch_weights(
+        self,
+        redundant_expert_weights: Tensor | Sequence[Tensor],
+        expert_weights: Tensor | Sequence[Tensor],
+        redundancy_mapping: Tensor,
+        num_sms: int = 0,
+        previous_event: EventOverlap | EventHandle | None = None,
+    ) -> EventOverlap:
+        """Fills spare slots with the weights of their experts. Collective over the buffer's group.
 
-    def _check_geometry(self, grid: RankGrid) -> None:
-        if grid is not self.grid and grid != self.grid:
-            require(False, "handle", f"made at {grid}", f"one that was made at {self.grid}")
+        Values are copied bit for bit, on the current stream. A slot whose entry in the mapping is −1 is not written.
 
-    def _check_topk(
-        self, topk_idx: Tensor, topk_weights: Tensor | None, num_experts: int, device: torch.device | None
-    ) -> None:
-        """Checks a routing; `device` is where it must be, None = anywhere."""
-        require_topk(topk_idx, topk_weights, num_experts, device)
-        if topk_idx.is_cpu:
-            require_expert_indices(topk_idx, num_experts)
+        Args:
+            redundant_expert_weights: ``[B, *shape]`` of any dtype, or several; written where the mapping names an
+                expert.
+            expert_weights: ``[LE, *shape]`` of the same dtypes: those of this rank's experts.
+            redundancy_mapping: ``[ranks of the domain, B]`` int32 or int64, the same on all ranks of the domain: the
+                expert in each spare slot, counted within the domain, −1 where it is empty. B is the same on all ranks
+                of the group.
+            num_sms: SMs to use; 0 = the engine's choice.
+            previous_event: the current stream waits for it first.
+
+        Returns:
+            An event on the current stream, behind the copies.
+
+        Raises:
+            ConfigError: an argument does not fit, a tensor is not contiguous, or, where the mapping is on a CPU, it
+                names no expert of the domain. Also if mappings of ranks differ, or inside a domain of the cuda engine
+                sizes of experts: on that engine from a later call.
+            TimeoutError, TransportError: a rank was lost; on the cuda engine from a later call.
+        """
+        spare = as_tensors("redundant_expert_weights", redundant_expert_weights)
+        experts = as_tensors("expert_weights", expert_weights)
+        mapping = check_replicas(self.grid, spare, experts, redundancy_mapping, num_sms, previous_event)
+        copy_weights(self, mapping, spare, experts, self.grid.domain.start, num_sms or None)
+        return EventOverlap(EventHandle())
+
+    @collective("dispatch", is_local=sums_nothing)
+    def lb_reduce_grads(
+        self,
+        redundant_expert_grads: Tensor | Sequence[Tensor],
+        expert_grads: Tensor | Sequence[Tensor],
+        redundancy_mapping: Tensor,
+        num_sms: int = 0,
+        previous_event: EventOverlap | EventHandle | None = None,
+    ) -> EventOverlap:
+        """Adds the gradients of replicas to those of their experts, in fp32. Collective over the buffer's group.
+
+        The order of additions is fixed: the home rank's own replicas, then those of the other ranks in ascending
+        order. The host waits for how many replicas there are.
+
+        Args:
+            redundant_expert_grads: ``[B, *shape]`` float32, or several.
+            expert_grads: ``[LE, *shape]`` float32, added to.
+            redundancy_mapping: as in `lb_prefetch_weights`.
+            num_sms: SMs to use; 0 = the engine's choice.
+            previous_event: the current stream waits for it first.
+
+        Returns:
+            An event on the current stream, behind the sums.
+
+        Raises:
+            ConfigError: as `lb_prefetch_weights`, or gradients are not float32. Nothing is added then.
+            TimeoutError, TransportError: a rank was lost.
+        """
+        spare = as_tensors("redundant_expert_grads", redundant_expert_grads)
+        homes = as_tensors("expert_grads", expert_grads)
+        mapping = check_replicas(self.grid, spare, homes, redundancy_mapping, num_sms, previous_event)
+        num_local = homes[0].shape[0] if homes else 1
+        routes = route_replicas(self, mapping, num_local, self.grid.domain.start)
+        add_gradients(self, routes, redundancy_mapping.tolist(), spare, homes, num_sms or None)
+        return EventOverlap(EventHandle())
+
+    def lb_get_theoretical_num_sms(self) -> int:
+        """Returns how many SMs the calls take at most with ``num_sms=0``. Local."""
+        return max(self.engine.default_copy_sms, self.engine.default_num_sms)
 
 
 def resolve_group(group: dist.ProcessGroup | None, comm: Any = None) -> dist.ProcessGroup | None:
@@ -305,114 +333,3 @@ def _group_of_comm(comm: Any) -> dist.ProcessGroup | None:
             f"{dist.get_world_size()}"
         )
     return world
-
-
-def check_rows(
-    name: str, data: Tensor, scales: Tensor | None, *, device: torch.device | None, opaque_scales: bool = False
-) -> Rows:
-    """Checks token rows, of any strides, and returns them in the engine's form.
-
-    Args:
-        name: of the argument, for messages.
-        data: ``[T, H]`` bf16, or float8_e4m3fn with `scales`.
-        scales: ``[T, H/128]`` float32 or ``[T, ceil(H/512)]`` int32 (packed UE8M0), of any strides; None for bf16.
-        device: where they must be; None = anywhere.
-        opaque_scales: rows and scales are not interpreted: scales may have any number of columns, rows may be uint8.
-
-    Raises:
-        ConfigError: dtype, shape or device does not fit.
-    """
-    return Rows(*require_rows(name, data, scales, device, opaque_scales))
-
-
-def check_nvfp4_rows(
-    name: str, data: Tensor, scales: Tensor | None, global_scale: Tensor, *, device: torch.device | None
-) -> Rows:
-    """Checks NVFP4 rows, of any strides, and returns them as engines move them: four scales of blocks are a word.
-
-    Args:
-        name: of the argument, for messages.
-        data: ``[T, H/2]`` uint8; H a multiple of 64.
-        scales: ``[T, H/16]`` of one byte each: float8_e4m3fn, or int8 or uint8 that hold bits.
-        global_scale: one float32.
-        device: where they must be; None = anywhere.
-
-    Raises:
-        ConfigError: dtype, shape or device does not fit.
-    """
-    require_tensor(name, data, dtypes=_UINT8, shape=(None, None), device=device)
-    num_tokens, num_bytes = data.shape
-    hidden = 2 * num_bytes
-    channels = CHANNELS_PER_BLOCK * SCALES_PER_WORD
-    if hidden == 0 or hidden % channels:
-        require(False, f"hidden of {name}", hidden, f"with NVFP4: multiples of {channels}")
-    if device is None:
-        device = data.device
-    shape = (num_tokens, hidden // CHANNELS_PER_BLOCK)
-    scales = require_tensor(f"scales of {name}", scales, dtypes=_NVFP4_SCALE_DTYPES, shape=shape, device=device)
-    check_global_scale(f"global scale of {name}", global_scale, device)
-    return as_rows(data, as_words(scales))
-
-
-def check_weights(name: str, weights: Tensor, shape: Sequence[int], device: torch.device) -> None:
-    """Checks float32 weights or probabilities that come with rows.
-
-    Raises:
-        ConfigError: dtype, shape or device does not fit, or a gradient would be lost.
-    """
-    require_tensor(name, weights, dtypes=_FLOAT32, shape=shape, device=device)
-    require_no_grad(name, weights)
-
-
-def check_global_scale(name: str, global_scale: Tensor, device: torch.device) -> None:
-    """Checks the global scale of NVFP4 rows; its value only where the host has it.
-
-    Raises:
-        ConfigError: it is not one positive, finite float32 on the device.
-    """
-    shape = (1,) if isinstance(global_scale, Tensor) and global_scale.dim() else ()
-    require_tensor(name, global_scale, dtypes=_FLOAT32, shape=shape, device=device)
-    if global_scale.is_cpu:
-        value = float(global_scale)
-        require(0 < value < math.inf, name, value, "a positive, finite number")
-
-
-def as_biases(bias: Tensor | tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
-    """Returns the biases that combine adds to its result, as a tuple."""
-    return () if bias is None else bias if isinstance(bias, tuple) else (bias,)
-
-
-def check_bias(
-    bias: Tensor | tuple[Tensor, ...] | None, num_tokens: int, hidden: int, device: torch.device
-) -> tuple[Tensor, ...]:
-    """Checks what combine adds to its result: none, one or two ``[T, H]`` bf16.
-
-    Raises:
-        ConfigError: dtype, shape, device or number does not fit, or a gradient would be lost.
-    """
-    biases = as_biases(bias)
-    if len(biases) > 2:
-        require(False, "number of biases", len(biases), "0, 1 or 2")
-    for term in biases:
-        require_tensor("bias", term, dtypes=_BF16, shape=(num_tokens, hidden), device=device)
-        require_no_grad("bias", term)
-    return biases
-
-
-def rounded_up(counts: Tensor | Sequence[int], alignment: int) -> list[int]:
-    """Returns each count as a multiple of `alignment`."""
-    exact = counts.tolist() if isinstance(counts, Tensor) else counts
-    return [-(-count // alignment) * alignment for count in exact]
-
-
-def as_words(scales: Tensor) -> Tensor:
-    """Scales of one byte each, of NVFP4 rows, four to a word. Copied where rows do not begin at a word."""
-    word = torch.int32.itemsize
-    if scales.storage_offset() % word or scales.stride(0) % word:
-        scales = packed_copy(scales)
-    return packed(scales).view(torch.int32)
-
-
-def as_rows(data: Tensor, scales: Tensor | None) -> Rows:
-    """Checked rows in the engine's form: row-major, without gaps."""
-    return Rows(packed(data), packed(scales))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from hybrid_ep.buffers.base import BaseBuffer
 from hybrid_ep.engine.base import Engine
 from hybrid_ep.errors import ConfigError
 
@@ -45,8 +44,8 @@ def collective(name: str, *, is_local: Callable[..., bool] = _never) -> Callable
     def decorate(call: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(call)
         def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            buffer: BaseBuffer = args[0]  # type: ignore[assignment]
-            engine = buffer._engine
+            buffer: Any = args[0]
+            engine: Engine | None = buffer._engine
             num_calls = 0 if engine is None else engine.num_calls
             try:
                 if not torch._C._is_torch_function_mode_enabled():

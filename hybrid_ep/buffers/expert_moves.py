@@ -13,15 +13,15 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from hybrid_ep.buffers.base import BaseBuffer
 from hybrid_ep.checks import MAX_TOPK, require
 from hybrid_ep.core import kernels
 from hybrid_ep.core.checks import packed
+from hybrid_ep.engine.base import Engine
 from hybrid_ep.engine.calls import DispatchRequest, ExpertCopies, ReplicaMapping, Routing, Rows
 
 __all__ = ["CountExchange", "ReplicaRoutes", "add_gradients", "copy_weights", "route_replicas"]
@@ -29,6 +29,16 @@ __all__ = ["CountExchange", "ReplicaRoutes", "add_gradients", "copy_weights", "r
 _MAX_ROW_BYTES = 8192
 _ALIGN_BYTES = 16  # of rows, and of the tensors in a record
 _MAX_ROWS = 32768  # of one dispatch: 256 MiB. The cuda engine takes twice as many (csrc/layout/limits.h: kMaxTokens).
+
+
+class Mover(Protocol):
+    """What moves rows: a buffer. It raises ClosedError where its engine is gone."""
+
+    rank: int
+    group_size: int
+
+    @property
+    def engine(self) -> Engine: ...
 
 
 class ReplicaRoutes(NamedTuple):
@@ -53,7 +63,7 @@ class ReplicaRoutes(NamedTuple):
     homes: Tensor
 
 
-def route_replicas(buffer: BaseBuffer, mapping: Tensor, num_local: int, first_rank: int = 0) -> ReplicaRoutes:
+def route_replicas(buffer: Mover, mapping: Tensor, num_local: int, first_rank: int = 0) -> ReplicaRoutes:
     """Returns the routes of a mapping. Local, and without a host sync; on a GPU one kernel.
 
     Args:
@@ -119,7 +129,7 @@ def _checksum_of(mapping: Tensor) -> Tensor:
 
 
 def copy_weights(
-    buffer: BaseBuffer,
+    buffer: Mover,
     mapping: Tensor,
     spare: Sequence[Tensor],
     experts: Sequence[Tensor],
@@ -155,7 +165,7 @@ def copy_weights(
 
 
 def add_gradients(
-    buffer: BaseBuffer,
+    buffer: Mover,
     routes: ReplicaRoutes,
     mapping: list[list[int]],
     spare: Sequence[Tensor],
@@ -212,7 +222,7 @@ class CountExchange:
         num_experts: E.
     """
 
-    def __init__(self, buffer: BaseBuffer, num_experts: int) -> None:
+    def __init__(self, buffer: Mover, num_experts: int) -> None:
         self._buffer, self._num_experts = buffer, num_experts
         (self._part,) = _parts((8 * num_experts,), 1, _Limits(_MAX_ROWS, _MAX_ROW_BYTES))
         self._columns: dict[torch.device, list[Tensor]] = {}
@@ -246,7 +256,7 @@ def _of_rows(columns: Tensor, num_rows: int) -> list[Tensor]:
 
 
 def _send(
-    buffer: BaseBuffer,
+    buffer: Mover,
     rows: Tensor,
     columns: Sequence[Tensor],
     bound: int | None,

@@ -1,38 +1,60 @@
 """`HybridEPBuffer`: dispatch and combine with the interface of Hybrid-EP.
 
-The calls that permute are in `hybrid_permuted`. Callers pass top-k indices or a dense map. A map becomes top-k indices
-here, and decides only the form of the results.
+Callers pass top-k indices or a dense map. A map becomes top-k indices here, and decides only the form of the results.
+Calls that permute sort rows by local expert, one copy for each expert of a token.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybrid_ep.buffers.arguments import check_grid, check_rows, check_topk, check_weights, routing_by_rank
+from hybrid_ep.buffers.base import BaseBuffer
 from hybrid_ep.buffers.collective import collective
-from hybrid_ep.buffers.hybrid_arguments import MAX_PAD, as_given, check_made_with
+from hybrid_ep.buffers.hybrid_arguments import (
+    as_e4m3,
+    as_given,
+    check_combined,
+    check_handle,
+    check_made_with,
+    check_pairs,
+    probs_along,
+    weights_along,
+)
 from hybrid_ep.buffers.hybrid_config import BufferConfig, Configurer, HybridEpConfigInstance
-from hybrid_ep.buffers.hybrid_handles import HybridHandle
+from hybrid_ep.buffers.hybrid_handles import HybridHandle, PermutedHandle
 from hybrid_ep.buffers.hybrid_maps import combine_with_probs, send_along
-from hybrid_ep.buffers.hybrid_permuted import PermutedCalls
-from hybrid_ep.checks import MAX_TOPK, require, require_int
-from hybrid_ep.core.checks import packed, packed_copy, require_tensor
+from hybrid_ep.checks import MAX_TOPK, require, require_bool, require_int
+from hybrid_ep.core.checks import packed, packed_copy, require_plain, require_tensor
+from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.layout import (
     columns_of_experts,
     experts_of_columns,
     indices_to_map,
+    map_to_indices,
     weights_to_probs,
+    widest_token,
 )
-from hybrid_ep.engine.calls import CombineRequest, Dispatched, DispatchRequest, Rows
+from hybrid_ep.engine.calls import CombineRequest, Dispatched, DispatchRequest, Routing, Rows
+from hybrid_ep.errors import ConfigError
 
 __all__ = ["HybridEPBuffer", "indices_to_map"]
 
+MAX_PAD = 1 << 16  # so that rows with padding can be counted in 32 bits
+_TOKENS_MULTIPLE = 16  # as Hybrid-EP grows
 
-class HybridEPBuffer(PermutedCalls):
+# Of the handle: what combines and dispatches with it must have alike.
+_READ_BY_COMBINE = "grid", "num_of_tokens_per_rank", "num_topk", "num_experts", "pad_multiple", "num_parts"
+_READ_BY_DISPATCH = *_READ_BY_COMBINE, "num_permuted"
+
+
+class HybridEPBuffer(BaseBuffer):
     """Dispatch and combine with Hybrid-EP's interface.
 
     Every call runs on the current stream. The rules of `Buffer` hold for collective calls, for overwriting arguments
@@ -239,13 +261,13 @@ class HybridEPBuffer(PermutedCalls):
         if handle is not None:
             rows, as_bytes = self._rows(hidden, scaling_factor)
             require(isinstance(handle, HybridHandle), "handle", type(handle).__name__, "a handle of dispatch")
-            self._check_handle(handle.dispatch, rows)
+            check_handle(self.grid, handle.dispatch, rows)
             num_experts = handle.dispatch.num_experts
             check_made_with(
                 ("num_of_experts", num_of_experts, num_experts),
                 ("num_dispatched_tokens", num_dispatched_tokens, handle.dispatch.num_recv),
             )
-            along = self._probs_along if handle.is_map else self._weights_along
+            along = probs_along if handle.is_map else weights_along
             weights = along(handle.routing, num_experts, topk_idx, topk_weights, probs, routing_map)
             return self._along(handle, rows, as_bytes, weights)
         rows, as_bytes, routing = self._rows_and_routing(
@@ -325,9 +347,9 @@ class HybridEPBuffer(PermutedCalls):
         require(isinstance(handle, HybridHandle), "handle", type(handle).__name__, "a handle of dispatch")
         assert handle is not None
         dispatch, received = handle.dispatch, handle.received
-        self._check_geometry(dispatch.grid)
+        check_grid(self.grid, dispatch.grid)
         experts = begin, end = self._experts_of_domain(dispatch.num_experts)
-        self._check_combined(hidden, probs, (received.shape[0], end - begin))
+        check_combined(hidden, probs, (received.shape[0], end - begin), engine.device)
         request = CombineRequest(packed(hidden), num_sms=self._num_sms_combine)
         if probs is None:
             return engine.combine(request, dispatch).data, None
@@ -346,6 +368,345 @@ class HybridEPBuffer(PermutedCalls):
         num_local = num_experts // self.group_size
         return self.grid.domain.start * num_local, self.grid.domain.stop * num_local
 
+    @collective("dispatch_with_permute")
+    def dispatch_with_permute(
+        self,
+        *,
+        hidden: Tensor,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        num_of_experts_per_rank: int | None = None,
+        num_of_experts: int | None = None,
+        use_fp8: bool | None = None,
+        routing_map: Tensor | None = None,
+        probs: Tensor | None = None,
+        scaling_factor: Tensor | None = None,
+        num_permuted_tokens: int | Tensor | None = None,
+        pad_multiple: int | None = None,
+        handle: PermutedHandle | None = None,
+        non_blocking: bool = False,
+        fuse_permute_dispatch: bool = False,
+        num_dispatched_tokens: int | None = None,
+        use_host_meta: bool | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, PermutedHandle]:
+        """Dispatches and groups the rows by local expert, one copy for each expert of a token. Collective.
+
+        Args:
+            hidden: ``[T, H]`` bf16, or e4m3 (float8_e4m3fn or uint8) with `scaling_factor`.
+            topk_idx: ``[T, K]`` int64, global expert index or −1; or give `routing_map`.
+            topk_weights: ``[T, K]`` float32, with `topk_idx`.
+            num_of_experts_per_rank: LE; None = that of `num_of_experts`, else of the map, else of the buffer.
+            num_of_experts: E, a multiple of the ranks; None = that of `num_of_experts_per_rank`, else of the map, else
+                of the buffer.
+            use_fp8: whether `hidden` is e4m3; None = not checked.
+            routing_map: ``[T, E]`` bool. A token with more than 32 experts travels as several rows, each for the next
+                32 of them in ascending order: it may reach a rank more than once, and combine rounds the sum of each.
+            probs: ``[T, E]`` float32, with `routing_map`.
+            scaling_factor: ``[T, H/128]`` float32; ignored with bf16.
+            num_permuted_tokens: rows of the result, as a number or a tensor of one (which is read on the host). Rows
+                beyond it are dropped, and count as zero in a combine. With `non_blocking` the host does not wait, and
+                ``handle[-1]`` is 1 at every rank if any rank drops rows; otherwise it waits and raises. If fewer
+                arrive, rows after the last expert's are undefined, and their probs are 0. Ranks compare the buffer's
+                `max_num_of_tokens_per_rank`, which a call with more tokens raises at its own rank. With `handle`,
+                checked against it.
+            pad_multiple: every expert's block is padded with zero rows to a multiple of it, at most 65536; None or 0
+                = 1. With `handle`, checked.
+            handle: of an earlier dispatch, whose routes are used. `topk_weights` or `probs` may differ from its own. If
+                a routing is given again, it must be the handle's; that is compared on a CPU only.
+            non_blocking: counts stay on the device; needs `num_permuted_tokens` or `handle`, with which no call waits.
+            fuse_permute_dispatch: accepted for compatibility, and without effect.
+            use_host_meta: False = `non_blocking`, True = not; None = as `non_blocking` says.
+            num_dispatched_tokens: accepted for compatibility; not needed.
+
+        Returns:
+            hidden ``[P, H]`` by local expert, then source rank and token; probs ``[P]`` float32 (None without weights);
+            scaling_factor ``[P, H/128]`` (None for bf16); tokens_per_expert ``[LE]`` int64, padding included (on the
+            host; with `non_blocking` on the device; with `handle` where the handle has them, or on the device if
+            `non_blocking` asks for it); the handle, whose last entry is the overflow flag ``[1]`` int32.
+
+        Raises:
+            ConfigError: an argument does not fit at any rank, or ranks differ.
+            OverflowError: more rows than `num_permuted_tokens` at any rank, without `non_blocking`.
+            TimeoutError, TransportError: a rank was lost; `error.peer` is that rank. Where the host does not wait,
+                from a later call.
+
+        Example:
+            >>> x, topk_idx = torch.ones(2, 128, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, -1]])
+            >>> with hybrid_ep.HybridEPBuffer(None, 128, 2, num_local_experts=2) as buffer:
+            ...     rows, _, _, counts, handle = buffer.dispatch_with_permute(
+            ...         hidden=x, topk_idx=topk_idx, num_permuted_tokens=8, pad_multiple=4, non_blocking=True)
+            >>> rows[:, 0].tolist(), counts.tolist(), handle[-1].item()
+            ([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0], [4, 4], 0)
+        """
+        engine = self.engine
+        require_bool("non_blocking", non_blocking)
+        if use_host_meta is not None:
+            non_blocking = not require_bool("use_host_meta", use_host_meta)
+        require(not non_blocking or num_permuted_tokens is not None or handle is not None, "num_permuted_tokens", None,
+                "a number of rows, with non_blocking=True")  # fmt: skip
+        bound: int | None = None
+        if num_permuted_tokens is not None:
+            is_one = isinstance(num_permuted_tokens, Tensor) and num_permuted_tokens.numel() == 1
+            given = num_permuted_tokens.item() if is_one else num_permuted_tokens  # type: ignore[union-attr]
+            bound = require_int("num_permuted_tokens", given, minimum=0)
+        pad = 1
+        if pad_multiple is not None:
+            pad = require_int("pad_multiple", pad_multiple, minimum=0, maximum=MAX_PAD) or 1
+        if use_fp8 is not None and isinstance(hidden, Tensor):
+            is_fp8 = hidden.dtype != torch.bfloat16
+            require(use_fp8 == is_fp8, "use_fp8", use_fp8, f"{is_fp8}, as hidden is")
+        if handle is not None:
+            require(isinstance(handle, PermutedHandle), "handle", type(handle).__name__, "one of dispatch_with_permute")
+            check_made_with(
+                ("num_permuted_tokens", bound, handle.num_permuted),
+                ("pad_multiple", pad_multiple or None, handle.pad_multiple),
+                ("num_of_experts", num_of_experts, handle.num_experts),
+                ("num_of_experts_per_rank", num_of_experts_per_rank, handle.num_experts // self.group_size),
+            )
+            weights = weights_along(
+                handle.topk_idx, handle.num_experts, topk_idx, topk_weights, probs, routing_map, handle.num_parts
+            )
+            return self._permuted_along(handle, hidden, scaling_factor, weights, non_blocking)
+        if num_of_experts is None and num_of_experts_per_rank is not None:
+            per_rank = require_int("num_of_experts_per_rank", num_of_experts_per_rank, minimum=1)
+            num_of_experts = per_rank * self.group_size
+        rows, as_bytes, routing = self._rows_and_routing(
+            hidden,
+            scaling_factor,
+            topk_idx,
+            topk_weights,
+            num_of_experts,
+            probs,
+            routing_map,
+            no_sync=non_blocking,
+            in_parts=True,
+        )
+        num_tokens = rows.data.shape[0]
+        num_parts = routing.topk_idx.shape[0] // num_tokens if num_tokens else 1
+        rows = _in_parts(rows, num_parts)
+        if bound is not None:
+            # Slots hold a record of each token that may arrive, however few rows of copies the bound allows. So ranks
+            # agree on the most tokens. On a CPU a rank's parts depend on its tokens.
+            most_parts = num_parts
+            if routing_map is not None and routing_map.is_cpu and routing.num_experts > MAX_TOPK:
+                most_parts = -(-routing.num_experts // MAX_TOPK)
+            routing = routing._replace(max_tokens=self._max_tokens * most_parts)
+        if num_of_experts_per_rank is not None:
+            num_local = routing.num_experts // self.group_size
+            require(
+                num_of_experts_per_rank == num_local,
+                "num_of_experts_per_rank",
+                num_of_experts_per_rank,
+                f"{num_local}, as {routing.num_experts} experts on {self.group_size} ranks are",
+            )
+        request = DispatchRequest(
+            rows,
+            routing,
+            bound,
+            self._num_sms_dispatch,
+            pad_multiple=pad,
+            num_expert_sms=self._num_sms_permute,
+            drops_rows=non_blocking,
+        )
+        result = engine.dispatch(request)
+        permute = result.permute
+        assert permute is not None
+        tokens_per_expert = permute.num_tokens_per_expert.to(torch.int64)
+        if non_blocking and routing_map is not None and routing.num_experts > num_parts * MAX_TOPK:
+            # Reports a token with more experts than `max_experts_per_token` by the overflow flag.
+            permute.overflow.bitwise_or_(widest_token(routing_map) > num_parts * MAX_TOPK)
+        if not non_blocking:
+            tokens_per_expert = tokens_per_expert.to("cpu")
+            if bound is not None:
+                engine.raise_pending()  # the copy has waited for the dispatch
+        known = routing.topk_idx
+        if known is topk_idx:
+            known = engine.sent_topk_idx(result.handle, known)
+        made = PermutedHandle(known, permute, tokens_per_expert, self._sizes(pad), num_parts)
+        return as_given(result.rows.data, as_bytes), result.topk_weights, result.rows.scales, tokens_per_expert, made
+
+    def _permuted_along(
+        self,
+        handle: PermutedHandle,
+        hidden: Tensor,
+        scaling_factor: Tensor | None,
+        weights: Tensor | None,
+        non_blocking: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, PermutedHandle]:
+        """Dispatches along the routes of a handle. `weights`: in the columns of `handle.topk_idx`."""
+        engine, permute, num_parts = self.engine, handle.permute, handle.num_parts
+        rows, as_bytes = self._rows(hidden, scaling_factor)
+        check_handle(self.grid, permute.dispatch, rows, num_parts)
+        rows = _in_parts(rows, num_parts)
+        counts = handle.tokens_per_expert
+        if non_blocking:
+            counts = counts.to(hidden.device, non_blocking=True)
+        request = engine.request_along(
+            rows,
+            permute,
+            None if weights is None else handle.topk_idx,
+            weights,
+            num_sms=self._num_sms_dispatch,
+            num_expert_sms=self._num_sms_permute,
+        )
+        result = engine.dispatch(request)
+        return as_given(result.rows.data, as_bytes), result.topk_weights, result.rows.scales, counts, handle
+
+    @collective("combine")
+    def combine_with_unpermute(
+        self,
+        *,
+        hidden: Tensor,
+        probs: Tensor | None = None,
+        handle: PermutedHandle | None = None,
+        pad_multiple: int | None = None,
+        fuse_unpermute_combine: bool = False,
+        num_dispatched_tokens: int | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Brings permuted rows back and sums the rows of each token, without weighting. Collective.
+
+        Args:
+            hidden: ``[P, H]`` bf16, in the order of `dispatch_with_permute`.
+            probs: ``[P]`` float32.
+            handle: of the dispatch; required.
+            pad_multiple: checked against the handle.
+            fuse_unpermute_combine: accepted for compatibility, and without effect.
+            num_dispatched_tokens: accepted for compatibility; not needed.
+
+        Returns:
+            hidden ``[T, H]`` bf16; probs ``[T, E]`` float32 (None without probs).
+
+        Raises:
+            ConfigError: an argument does not fit the handle at any rank, or ranks differ.
+            TimeoutError, TransportError: a rank was lost; on the cuda engine from a later call.
+        """
+        engine = self.engine
+        require(isinstance(handle, PermutedHandle), "handle", type(handle).__name__, "one of dispatch_with_permute")
+        assert handle is not None
+        permute = handle.permute
+        check_grid(self.grid, permute.dispatch.grid)
+        check_combined(hidden, probs, (permute.num_permuted,), engine.device)
+        if pad_multiple and pad_multiple != permute.pad_multiple:
+            require(False, "pad_multiple", pad_multiple, f"{permute.pad_multiple}, as dispatched")
+        request = CombineRequest(packed(hidden), packed(probs), (), self._num_sms_combine, self._num_sms_unpermute)
+        combined = engine.combine(request, permute)
+        data, num_parts, dense = combined.data, handle.num_parts, None
+        if combined.weights is not None:
+            dense = weights_to_probs(handle.topk_idx, combined.weights, permute.dispatch.num_experts)
+        if num_parts == 1:
+            return data, dense
+        data = _sum_of_parts(data.float(), num_parts).to(data.dtype)
+        return data, None if dense is None else _sum_of_parts(dense, num_parts)
+
+    # Sizes and checks that depend on them.
+
+    @property
+    def _max_tokens(self) -> int:
+        """The most tokens that a rank sends at once; grows with the calls of this rank."""
+        return self.configurer.buffer_config.max_num_of_tokens_per_rank
+
+    @property
+    def _max_local_experts(self) -> int:
+        """The most experts of a rank in the calls of this rank, and in the constructor."""
+        return self.configurer.buffer_config.num_of_experts_per_rank
+
+    def _grow(self, hidden_dim: int | None, num_of_tokens_per_rank: int | None, num_local_experts: int | None) -> None:
+        """Raises the buffer's sizes to those of a call; None = unchanged."""
+        config = self.configurer.buffer_config
+        if hidden_dim is not None:
+            config.hidden_dim = max(config.hidden_dim, require_int("hidden_dim", hidden_dim, minimum=1))
+        if num_of_tokens_per_rank is not None:
+            tokens = require_int("num_of_tokens_per_rank", num_of_tokens_per_rank, minimum=0)
+            if tokens > config.max_num_of_tokens_per_rank:
+                config.max_num_of_tokens_per_rank = -(-tokens // _TOKENS_MULTIPLE) * _TOKENS_MULTIPLE
+        if num_local_experts is not None:
+            num_local = require_int("num_local_experts", num_local_experts, minimum=1)
+            config.num_of_experts_per_rank = max(config.num_of_experts_per_rank, num_local)
+
+    def _sizes(self, pad_multiple: int) -> HybridEpConfigInstance:
+        """The sizes in force, shared by all handles that are made with them."""
+        sizes = self.configurer.buffer_config
+        most = sizes.max_num_of_tokens_per_rank
+        return _sizes_of(sizes.hidden_dim, most, sizes.num_of_experts_per_rank, self.grid, pad_multiple)
+
+    def _rows_and_routing(
+        self,
+        hidden: Tensor,
+        scaling_factor: Tensor | None,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        num_experts: int | None,
+        probs: Tensor | None,
+        routing_map: Tensor | None,
+        *,
+        no_sync: bool = False,
+        in_parts: bool = False,
+    ) -> tuple[Rows, bool, Routing]:
+        """Checks rows, as `_rows` does, and routing."""
+        if num_experts is None:
+            if routing_map is not None:
+                require_plain("routing_map", routing_map)
+                num_experts = routing_map.shape[1] if routing_map.dim() == 2 else None
+            num_experts = num_experts or self._first_sizes.num_of_experts_per_rank * self.group_size
+        require_int("num_of_experts", num_experts, minimum=1, multiple_of=self.group_size)
+        rows, as_bytes = self._rows(hidden, scaling_factor)
+        routing = self._routing(
+            rows, topk_idx, topk_weights, num_experts, probs, routing_map, no_sync=no_sync, in_parts=in_parts
+        )
+        return rows, as_bytes, routing
+
+    def _rows(self, hidden: Tensor, scaling_factor: Tensor | None) -> tuple[Rows, bool]:
+        """Checks tokens. Also returns whether they are uint8, because results then are too."""
+        data, scaling_factor, as_bytes = as_e4m3(hidden, scaling_factor)
+        rows = check_rows("hidden", data, scaling_factor, device=self.engine.device)
+        num_tokens, size = rows.data.shape
+        self._grow(size, num_tokens, None)
+        return rows, as_bytes
+
+    def _routing(
+        self,
+        rows: Rows,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        num_experts: int,
+        probs: Tensor | None,
+        routing_map: Tensor | None,
+        *,
+        no_sync: bool = False,
+        in_parts: bool = False,
+    ) -> Routing:
+        """Checks where tokens go.
+
+        Tokens of a map with more than 32 columns are routed by their ranks. With `in_parts`, they are routed by their
+        experts, and have a row of the result for every 32.
+        """
+        check_pairs(topk_idx, topk_weights, probs, routing_map)
+        num_tokens, device = rows.data.shape[0], rows.data.device
+        if routing_map is not None:
+            shape = (num_tokens, num_experts)
+            require_tensor("routing_map", routing_map, dtypes=(torch.bool,), shape=shape, device=device)
+        self._grow(None, None, num_experts // self.group_size)
+        if routing_map is not None:
+            if probs is not None:
+                check_weights("probs", probs, (num_tokens, num_experts), device)
+            num_parts = 1
+            if num_experts > MAX_TOPK:
+                if not in_parts:
+                    owners = routing_map.view(num_tokens, self.group_size, num_experts // self.group_size).any(2)
+                    return routing_by_rank(self.grid, owners, num_experts)
+                widest = min(self._max_experts_per_token, num_experts)
+                if not (no_sync and routing_map.is_cuda):
+                    widest = int(widest_token(routing_map))
+                num_parts = max(1, -(-widest // MAX_TOPK))
+            topk_idx, topk_weights = map_to_indices(routing_map, probs, num_parts)
+            num_tokens *= num_parts
+        elif topk_idx is None:
+            raise ConfigError("neither of topk_idx and routing_map is given; allowed: one of them")
+        check_topk(topk_idx, topk_weights, num_experts, device)
+        if topk_idx.shape[0] != num_tokens:
+            require(False, "rows of topk_idx", topk_idx.shape[0], f"{num_tokens}, as hidden has")
+        return Routing(packed(topk_idx), packed(topk_weights), num_experts)
+
 
 def _num_sms(name: str, value: int | None) -> int | None:
     return None if value is None else require_int(name, value, minimum=1)
@@ -358,3 +719,27 @@ def _probs_of(received: Dispatched, experts: tuple[int, int]) -> Tensor | None:
     assert received.topk_idx is not None
     first, end = experts
     return weights_to_probs(received.topk_idx, received.topk_weights, end - first)
+
+
+def _in_parts(rows: Rows, num_parts: int) -> Rows:
+    """Repeats each row, the copies one after the other."""
+    if num_parts == 1:
+        return rows
+    data = rows.data.view(torch.uint8).repeat_interleave(num_parts, 0).view(rows.data.dtype)
+    return Rows(data, None if rows.scales is None else rows.scales.repeat_interleave(num_parts, 0))
+
+
+def _sum_of_parts(rows: Tensor, num_parts: int) -> Tensor:
+    """``[T×S, N]`` → ``[T, N]``, added in order."""
+    first, *others = rows.view(-1, num_parts, rows.shape[1]).unbind(1)
+    total = first
+    for part in others:
+        total = total + part
+    return total
+
+
+@functools.lru_cache
+def _sizes_of(hidden: int, tokens: int, num_local: int, grid: RankGrid, pad_multiple: int) -> HybridEpConfigInstance:
+    return HybridEpConfigInstance(
+        hidden, tokens, num_local, grid.num_ranks_per_domain, grid.num_domains, pad_multiple=pad_multiple
+    )

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep.balance import ExpertPlacement
-from hybrid_ep.buffers.normal import Buffer
+from hybrid_ep.buffers.v1 import Buffer
 from hybrid_ep.demo.paths import Experts, make_experts
 from hybrid_ep.demo.settings import Settings
 from hybrid_ep.demo.skew import ALLOWED_RMS

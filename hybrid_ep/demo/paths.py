@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hybrid_ep.buffers.base import BaseBuffer
 from hybrid_ep.buffers.hybrid import HybridEPBuffer
-from hybrid_ep.buffers.normal import Buffer
+from hybrid_ep.buffers.v1 import Buffer
 from hybrid_ep.demo.settings import Path, Settings
 from hybrid_ep.quantize import cast_from_fp8, cast_to_fp8
 from hybrid_ep.testing.batch import Batch

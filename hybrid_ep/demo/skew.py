@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybrid_ep.balance import ExpertPlacement
-from hybrid_ep.buffers.normal import Buffer
+from hybrid_ep.buffers.v1 import Buffer
 from hybrid_ep.demo.settings import Settings
 from hybrid_ep.nn import MoELayer
 from hybrid_ep.testing.reference import dense_moe

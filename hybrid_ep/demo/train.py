@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid_ep.buffers.normal import Buffer
+from hybrid_ep.buffers.v1 import Buffer
 from hybrid_ep.demo.settings import Settings
 from hybrid_ep.nn import MoELayer
 

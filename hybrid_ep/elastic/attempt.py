@@ -22,7 +22,7 @@ from hybrid_ep.agree.rendezvous import rendezvous
 from hybrid_ep.balance.placement import ExpertPlacement
 from hybrid_ep.buffers.base import BaseBuffer
 from hybrid_ep.buffers.hybrid import HybridEPBuffer
-from hybrid_ep.buffers.normal import Buffer
+from hybrid_ep.buffers.v1 import Buffer
 from hybrid_ep.elastic.group import Lineage, abandon, follow, make_group
 from hybrid_ep.elastic.succession import Roster, arrange, succeed
 from hybrid_ep.errors import HybridEPError, TransportError

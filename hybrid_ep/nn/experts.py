@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from hybrid_ep.buffers.normal import Buffer
+from hybrid_ep.buffers.v1 import Buffer
 from hybrid_ep.checks import require
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.nn.grouped import grouped_linear

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hybrid_ep.balance.placement import ExpertPlacement
-from hybrid_ep.buffers.normal import Buffer
+from hybrid_ep.buffers.v1 import Buffer
 from hybrid_ep.checks import MAX_INT, MAX_TOPK, require, require_int
 from hybrid_ep.core.checks import is_known_to_dynamo, require_plain, require_traceable
 from hybrid_ep.errors import ConfigError

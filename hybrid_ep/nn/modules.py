@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hybrid_ep.buffers.normal import Buffer
+from hybrid_ep.buffers.v1 import Buffer
 from hybrid_ep.checks import require, require_int
 from hybrid_ep.core.checks import require_traceable
 from hybrid_ep.engine.calls import DispatchHandle

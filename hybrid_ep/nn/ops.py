@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hybrid_ep.buffers.base import check_rows
+from hybrid_ep.buffers.arguments import check_grid, check_rows, check_topk
 from hybrid_ep.buffers.collective import collective
-from hybrid_ep.buffers.normal import Buffer
+from hybrid_ep.buffers.v1 import Buffer
 from hybrid_ep.checks import require
 from hybrid_ep.core.checks import packed, require_tensor
 from hybrid_ep.engine.calls import (
@@ -137,7 +137,7 @@ def _permuted(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     engine = mover.engine
     check_rows("x", x, None, device=engine.device)
-    mover._check_topk(topk_idx, topk_weights, num_experts, x.device)
+    check_topk(topk_idx, topk_weights, num_experts, x.device)
     require(topk_idx.shape[0] == x.shape[0], "rows of topk_idx", topk_idx.shape[0], f"{x.shape[0]}, as x has")
     routing = Routing(packed(topk_idx), packed(topk_weights), num_experts)
     num_sms = Buffer._num_sms_without_config
@@ -164,7 +164,7 @@ def _combine(
 def _unpermuted(mover: Buffer, x: Tensor, weights: Tensor | None, held: PermuteHandle) -> Combined:
     engine = mover.engine
     check_rows("x", x, None, device=engine.device)
-    mover._check_geometry(held.dispatch.grid)
+    check_grid(mover.grid, held.dispatch.grid)
     require(x.shape[0] == held.num_permuted, "rows of x", x.shape[0], f"{held.num_permuted}, as received")
     request = CombineRequest(packed(x), packed(weights), num_sms=Buffer._num_sms_without_config)
     return engine.combine(request, held)

@@ -22,7 +22,7 @@ from hybrid_ep.buffers.expert_moves import (
     copy_weights,
     route_replicas,
 )
-from hybrid_ep.buffers.normal import Buffer
+from hybrid_ep.buffers.v1 import Buffer
 from hybrid_ep.checks import require, require_int
 from hybrid_ep.core.event import EventOverlap
 from hybrid_ep.core.streams import is_capturing

@@ -38,7 +38,7 @@ __all__ = ["RankError", "VirtualCluster"]
 
 T = TypeVar("T")
 # Modules that the fork server imports, so that no rank has to. More may be added before the first cluster of a process.
-PRELOADED = ["torch", "torch.distributed", "hybrid_ep.buffers.normal", "hybrid_ep.buffers.hybrid"]
+PRELOADED = ["torch", "torch.distributed", "hybrid_ep.buffers.v1", "hybrid_ep.buffers.hybrid"]
 _START_S = 120.0
 _LEAVE_S = 5.0
 # torch reads this at the first rendezvous of a process: symmetric memory of two ranks may be on one GPU.

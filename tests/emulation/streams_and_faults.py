@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import hybrid_ep
 from hybrid_ep import ConfigError, env
-from hybrid_ep.buffers import normal_arguments
+from hybrid_ep.buffers import v1_arguments
 from tests.battery import low_latency, normal
 from tests.battery.cases import Case
 from tests.battery.normal import equal, make_buffer, unread_values
@@ -432,7 +432,7 @@ def check_normal_calls() -> None:
         wrong = inputs.topk_idx.clone()
         wrong[0, 0] = case.num_experts
         layout_of_right = SimpleNamespace(is_token_in_rank=layout[3])
-        with mock.patch.object(normal_arguments, "compute_layout", return_value=layout_of_right):
+        with mock.patch.object(v1_arguments, "compute_layout", return_value=layout_of_right):
             received(wrong, bound)
         with pytest.raises(ConfigError, match=f"has {case.num_experts}; allowed"):
             buffer.combine(x, handle)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import hybrid_ep
 from hybrid_ep.buffers import expert_moves
+from hybrid_ep.buffers.base import BaseBuffer
 from hybrid_ep.buffers.expert_moves import CountExchange
 from hybrid_ep.engine.calls import Dispatched, DispatchRequest
 from hybrid_ep.errors import ConfigError
@@ -258,7 +259,7 @@ def test_gradients_must_be_float32() -> None:
         buffer.lb_reduce_grads(half, half, torch.zeros(1, 1, dtype=torch.int32))
 
 
-def _dispatches(monkeypatch: pytest.MonkeyPatch, buffer: hybrid_ep.Buffer) -> list[int | None]:
+def _dispatches(monkeypatch: pytest.MonkeyPatch, buffer: BaseBuffer) -> list[int | None]:
     """The bounds of the dispatches from now on, None where the host waits for the number of rows."""
     bounds: list[int | None] = []
     dispatch = buffer.engine.dispatch
@@ -271,10 +272,12 @@ def _dispatches(monkeypatch: pytest.MonkeyPatch, buffer: hybrid_ep.Buffer) -> li
     return bounds
 
 
-def test_weights_of_all_tensors_go_in_one_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [hybrid_ep.Buffer, hybrid_ep.HybridEPBuffer])
+def test_weights_of_all_tensors_go_in_one_dispatch(monkeypatch: pytest.MonkeyPatch, kind: type[BaseBuffer]) -> None:
     experts = [torch.ones(3, 4), torch.full((3, 5), 2.0), torch.full((3, 1), 3, dtype=torch.uint8)]
     spare = [torch.zeros(2, *one.shape[1:], dtype=one.dtype) for one in experts]
-    with hybrid_ep.Buffer(None) as buffer:
+    sizes = {"hidden_dim": 8, "max_num_of_tokens_per_rank": 1, "num_local_experts": 3}
+    with kind(None, **({} if kind is hybrid_ep.Buffer else sizes)) as buffer:
         bounds = _dispatches(monkeypatch, buffer)
         buffer.lb_prefetch_weights(spare, experts, torch.tensor([[2, -1]]))
     assert bounds == [2]  # a row for each slot

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import subprocess
 from pathlib import Path
@@ -143,3 +144,19 @@ def test_scripts_keep_their_line_ends_in_any_clone() -> None:
     command = ["git", "-c", f"safe.directory={ROOT}", "check-attr", "eol", "--", "ci/setup.sh", "Makefile", "setup.py"]
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     assert [line.rpartition(": ")[2] for line in told] == ["lf"] * 3
+
+
+def test_a_class_has_at_most_two_bases_of_the_package() -> None:
+    """A call is read from its class upwards: an interface, what its kind shares, what all share."""
+    bases: dict[str, list[str]] = {}
+    for path in (ROOT / "hybrid_ep").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                bases[node.name] = [base.id for base in node.bases if isinstance(base, ast.Name)]
+
+    def above(name: str) -> set[str]:
+        return {base for own in bases.get(name, []) if own in bases for base in (own, *above(own))}
+
+    assert above("EPBuffer") == {"ElasticCalls", "BaseBuffer"}
+    too_many = {name: sorted(above(name)) for name in bases if len(above(name)) > 2}
+    assert too_many == {}
