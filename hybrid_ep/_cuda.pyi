@@ -538,7 +538,6 @@ map_online_max_experts: int
 low_latency_buffers: int
 low_latency_min_tokens_to_sum: int
 low_latency_no_sums: int
-low_latency_max_tokens: int
 low_latency_masks_offset: int
 low_latency_channel_bytes: int
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from hybrid_ep.testing.cluster import RankError, VirtualCluster
 
-__all__ = ["RankPool"]
-
 _LIMIT_S = 240.0
 
 

@@ -49,10 +49,6 @@ __all__ = ["HybridEPBuffer", "indices_to_map"]
 MAX_PAD = 1 << 16  # so that rows with padding can be counted in 32 bits
 _TOKENS_MULTIPLE = 16  # as Hybrid-EP grows
 
-# Of the handle: what combines and dispatches with it must have alike.
-_READ_BY_COMBINE = "grid", "num_of_tokens_per_rank", "num_topk", "num_experts", "pad_multiple", "num_parts"
-_READ_BY_DISPATCH = *_READ_BY_COMBINE, "num_permuted"
-
 
 class HybridEPBuffer(BaseBuffer):
     """Dispatch and combine with Hybrid-EP's interface.
@@ -604,11 +600,6 @@ class HybridEPBuffer(BaseBuffer):
     def _max_tokens(self) -> int:
         """The most tokens that a rank sends at once; grows with the calls of this rank."""
         return self.configurer.buffer_config.max_num_of_tokens_per_rank
-
-    @property
-    def _max_local_experts(self) -> int:
-        """The most experts of a rank in the calls of this rank, and in the constructor."""
-        return self.configurer.buffer_config.num_of_experts_per_rank
 
     def _grow(self, hidden_dim: int | None, num_of_tokens_per_rank: int | None, num_local_experts: int | None) -> None:
         """Raises the buffer's sizes to those of a call; None = unchanged."""

@@ -18,16 +18,6 @@ from torch import Tensor
 import hybrid_ep
 from hybrid_ep.quantize import cast_to_fp8
 
-__all__ = [
-    "check_bounds_that_differ",
-    "check_calls_of_two_threads",
-    "check_dropped_copies",
-    "check_dropped_rows",
-    "check_growth_of_other_ranks",
-    "check_memory_freed_in_a_capture",
-    "check_results_freed_under_another_stream",
-]
-
 _HIDDEN = 8192  # wide rows, so that few of them fill a slot
 _NUM_TOKENS = 100
 

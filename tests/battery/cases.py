@@ -11,8 +11,6 @@ from torch import Tensor
 
 from hybrid_ep.testing.reference import Copy, Reference
 
-__all__ = ["CASES", "LOW_LATENCY_CASES", "Case", "Inputs", "expert_row", "row_of", "select"]
-
 
 @dataclass(frozen=True)
 class Case:

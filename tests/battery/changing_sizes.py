@@ -13,8 +13,6 @@ from tests.battery import low_latency, normal
 from tests.battery.cases import Case, row_of
 from tests.battery.normal import equal, make_buffer, on
 
-__all__ = ["check_changing_sizes"]
-
 _TOKENS = 0, 1, 3, 8, 12, 17, 31, 40
 _ROUTINGS = "uniform", "holes", "duplicates", "hot"
 _MOST_TOKENS = max(_TOKENS)

@@ -12,8 +12,6 @@ from tests.battery import elastic, hybrid, low_latency, normal
 from tests.battery.cases import Case
 from tests.battery.normal import equal, on
 
-__all__ = ["check_copied_handles"]
-
 
 def _copied(handle: Any) -> Any:
     """A copy, whose addresses are those of memory that it keeps."""

@@ -18,8 +18,6 @@ from hybrid_ep import ElasticBuffer, EPBuffer
 from tests.battery import elastic, grouped, hybrid, low_latency, normal
 from tests.battery.cases import Case
 
-__all__ = ["MetaInside", "check_under_default_device"]
-
 _PACKAGE, _TORCH = (str(Path(module.__file__).parent) for module in (hybrid_ep, torch) if module.__file__)
 
 

@@ -27,20 +27,6 @@ from tests.battery.normal import (
     returned,
 )
 
-__all__ = [
-    "check_compact",
-    "check_deferred",
-    "check_expanded",
-    "check_gradients",
-    "check_masked_decode",
-    "check_other_handles",
-    "check_other_most_tokens",
-    "check_other_values",
-    "check_scales",
-    "check_streams",
-    "check_too_many_tokens",
-]
-
 ALIGNMENTS = (1, 8)
 
 

@@ -32,8 +32,6 @@ from tests.battery.cases import Case
 from tests.emulation import engine as emulation
 from tests.emulation.streams_and_faults import on_stream
 
-__all__ = ["Plan", "Step", "check_seeds", "draw_plan", "seed_blocks"]
-
 Outcome = list[tuple[str, Any]]  # what a step returns, each with its name; what is undefined is left out
 _BLOCK = 25  # seeds of one test
 _ROWS_OF_A_SLOT = 110  # of 8192 × bf16, with all that stands beside them, in a slot of 2 MiB

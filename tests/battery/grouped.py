@@ -9,8 +9,6 @@ import torch.distributed as dist
 import hybrid_ep
 from hybrid_ep.nn import MoECombine, MoEGroupedDispatch
 
-__all__ = ["check_too_few_rows"]
-
 
 def check_too_few_rows(device: str = "cpu") -> None:
     """More rows than one rank has room for: every rank is told by the end of the round trip, and goes on."""

@@ -19,18 +19,6 @@ from tests.battery.cases import Case, expert_row, row_of
 from tests.battery.normal import equal, gather_rows, on, returned
 from tests.battery.refused_calls import TIMEOUT_S
 
-__all__ = [
-    "check_again",
-    "check_overflow",
-    "check_overflow_of_a_map",
-    "check_permuted",
-    "check_permuted_cached",
-    "check_plain",
-    "check_sms",
-    "check_two_buffers",
-    "check_wide",
-]
-
 
 def make_buffer(case: Case, **options: Any) -> hybrid_ep.HybridEPBuffer:
     return hybrid_ep.HybridEPBuffer(

@@ -29,21 +29,6 @@ from hybrid_ep.testing.reference import Copy
 from tests.battery.cases import Case, expert_row
 from tests.battery.normal import equal, make_buffer, on
 
-__all__ = [
-    "FORMATS",
-    "check_cleaned",
-    "check_cleaned_often",
-    "check_dispatches_ahead",
-    "check_logfmt",
-    "check_low_latency",
-    "check_mixed_hooks",
-    "check_overlapping_batches",
-    "check_too_many_rows",
-    "check_unreceived",
-    "check_values_that_are_not_finite",
-    "check_varying_sizes",
-]
-
 FORMATS: dict[str, RowFormat | None] = {
     "bf16": None,
     "fp8": Fp8Format(),

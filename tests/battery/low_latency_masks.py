@@ -23,14 +23,6 @@ from tests.battery.low_latency import (
 )
 from tests.battery.normal import equal, make_buffer, on
 
-__all__ = [
-    "check_late_rank",
-    "check_late_rank_comes_back",
-    "check_left_out",
-    "check_masked",
-    "check_masks_that_differ",
-]
-
 
 def check_late_rank(device: str = "cpu") -> None:
     """The last rank comes late, to dispatch and then to combine; the others' statistics say so, and no other's."""

@@ -16,20 +16,6 @@ from hybrid_ep.buffers import base
 from hybrid_ep.quantize import Fp8Format, Nvfp4Format, cast_to_fp8, cast_to_nvfp4
 from tests.battery.cases import Case, Inputs, row_of
 
-__all__ = [
-    "CHECKS",
-    "CHECKS_OF_BF16",
-    "check_bound",
-    "check_cached",
-    "check_fp8",
-    "check_nvfp4",
-    "check_round_trip",
-    "check_two_buffers",
-    "dispatch",
-    "make_buffer",
-    "unread_values",
-]
-
 
 def make_buffer(case: Case, **options: Any) -> hybrid_ep.Buffer:
     group = _group(case.num_ranks)

@@ -17,25 +17,6 @@ from tests.battery.cases import Case
 from tests.battery.normal import dispatch, equal, make_buffer, on
 from tests.battery.refused_calls import TIMEOUT_S
 
-__all__ = [
-    "check_calls_in_turn",
-    "check_combine_along_other_handles",
-    "check_combine_along_other_low_latency_handles",
-    "check_combines_that_grow_memory",
-    "check_dispatch_beside_combine",
-    "check_dispatch_beside_one_along_a_handle",
-    "check_low_latency_calls_that_grow_memory",
-    "check_other_calls",
-    "check_other_global_scales",
-    "check_other_logfmt",
-    "check_other_low_latency_calls",
-    "check_other_reports_of_dropped_rows",
-    "check_refused_calls_leave_nothing_to_do",
-    "check_refused_combines_in_a_row",
-    "check_too_many_low_latency_tokens",
-]
-
-
 _Buffer = hybrid_ep.Buffer | hybrid_ep.HybridEPBuffer
 
 

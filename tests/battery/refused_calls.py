@@ -9,8 +9,6 @@ import torch.distributed as dist
 
 import hybrid_ep
 
-__all__ = ["TIMEOUT_S", "errors_of", "told_to_all"]
-
 # Of buffers, in which nobody may wait for it: more than the limit of a test.
 TIMEOUT_S = 600.0
 

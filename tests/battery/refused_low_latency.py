@@ -16,16 +16,6 @@ from tests.battery.cases import Case
 from tests.battery.normal import equal, make_buffer, on
 from tests.battery.refused_calls import TIMEOUT_S, errors_of, told_to_all
 
-__all__ = [
-    "CHECKS",
-    "check_handle_of_a_larger_buffer",
-    "check_memory_of_a_graph",
-    "check_refused_at_every_rank",
-    "check_refused_combines",
-    "check_refused_dispatches",
-    "check_refused_first_dispatch",
-]
-
 
 class _Calls:
     """A buffer, and calls of one size."""

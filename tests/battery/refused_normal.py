@@ -26,25 +26,6 @@ from tests.battery.cases import Case
 from tests.battery.normal import equal, on
 from tests.battery.refused_calls import TIMEOUT_S, errors_of, told_to_all
 
-__all__ = [
-    "CHECKS",
-    "check_refused_at_every_rank",
-    "check_refused_combines",
-    "check_refused_dispatches",
-    "check_refused_dispatches_along_handles",
-    "check_refused_elastic_calls",
-    "check_refused_first_dispatch",
-    "check_refused_hybrid_calls",
-    "check_refused_maps",
-    "check_refused_moves_of_experts",
-    "check_refused_online_dispatch",
-    "check_refused_operators",
-    "check_refused_permuted_calls",
-    "check_refused_rows_of_kernels",
-    "check_refused_sum_of_loads",
-    "check_refused_while_captured",
-]
-
 _BF16, _FP32 = torch.bfloat16, torch.float32
 _Wrongs = dict[str, dict[str, Any]]  # how errors begin, and the arguments that are wrong
 

@@ -21,8 +21,6 @@ from tests.battery.cases import Case
 from tests.battery.low_latency import as_logfmt, expected_combine, expert_copies, expert_output
 from tests.battery.normal import equal, make_buffer, on
 
-__all__ = ["blocks_of", "check_missing_signal", "check_signals", "late_experts"]
-
 # Experts of another process, for combine holds this one: [row's begin, its end, signal] of each block, in bytes.
 _LATE_EXPERTS = """
 import json, mmap, struct, sys, time

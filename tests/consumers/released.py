@@ -23,18 +23,6 @@ import torch.distributed as dist
 from tests.battery.cases import Case
 from tests.battery.signals import blocks_of, late_experts
 
-__all__ = [
-    "ROOT",
-    "check_megatron",
-    "check_sglang",
-    "check_sglang_normal",
-    "check_sglang_overlap",
-    "check_torchtitan",
-    "check_vllm_decode",
-    "check_vllm_prefill",
-    "check_vllm_v2",
-]
-
 REPOSITORY = Path(__file__).resolve().parents[2]
 ROOT = REPOSITORY / "out" / "consumers"
 

@@ -20,8 +20,6 @@ from hybrid_ep.nn import MoELayer
 from tests.battery.normal import equal
 from tests.emulation.engine import local_kernels
 
-__all__ = ["check_layer", "check_map_online", "check_map_topk", "check_plan", "check_routes", "check_take"]
-
 
 def check_plan(count: int) -> None:
     """Random counts: even, skewed, with ties and zeros; several domains; more spare slots than experts."""

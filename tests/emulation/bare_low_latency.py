@@ -19,8 +19,6 @@ from hybrid_ep.errors import TimeoutError
 from hybrid_ep.transport import Ring
 from tests.emulation.bare_ranks import End, Memory, Shape, Shared, bf16, values_of
 
-__all__ = ["LOST_RANK", "Fp8End", "Fp8Shape", "LowLatencyEnd", "MaskingEnd", "low_latency_shape"]
-
 LOST_RANK = 3  # of MaskingEnd
 _LOST_BEFORE = 3  # number of the round
 _DRAIN_S = 20.0

@@ -27,8 +27,6 @@ from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.errors import HybridEPError, TimeoutError
 from hybrid_ep.transport import DomainLink, Ring, choose_transport, connect_link
 
-__all__ = ["End", "Memory", "Rank", "Shape", "bf16", "load_module", "run_ranks", "values_of"]
-
 _ABSENT = -1  # hybrid_ep.agree.fields.ABSENT, whose module imports torch
 _CPU: Any = SimpleNamespace(type="cpu", index=None)
 _SLOT_BYTES = 1 << 20

@@ -16,12 +16,6 @@ from tests.battery.low_latency import expected_combine, expert_copies, expert_ou
 from tests.battery.normal import equal, make_buffer
 from tests.emulation.devices import stalls
 
-__all__ = [
-    "check_peer_that_some_ctas_gave_up",
-    "check_rank_at_the_deadline",
-    "check_rows_of_a_rank_that_was_given_up",
-]
-
 _NUM_ROUNDS, _MOST_ROUNDS = 4, 20  # a round counts if its ranks begin it together
 _LATE = 0  # rows of the other ranks stand behind its rows
 

@@ -11,8 +11,6 @@ from unittest import mock
 from tests.battery.normal import unread_values
 from tests.emulation.engine import local_kernels
 
-__all__ = ["check_unread", "check_with_sms", "check_with_stalls", "stalls"]
-
 
 def stalls(longest_s: float) -> AbstractContextManager[object]:
     """CTAs stall now and then, as on a GPU that is shared, for up to so long and at least for half of it."""

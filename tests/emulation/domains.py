@@ -19,27 +19,6 @@ from tests.battery import low_latency, signals
 from tests.battery.cases import Case
 from tests.battery.normal import dispatch, equal, make_buffer, on
 
-__all__ = [
-    "check_auto",
-    "check_by_kernels",
-    "check_by_torch",
-    "check_in_domains",
-    "check_late_rank_is_named",
-    "check_link_alone",
-    "check_missing_signal",
-    "check_other_choice",
-    "check_other_shrink",
-    "check_over",
-    "check_rank_that_others_have_given_up",
-    "check_rate",
-    "check_refused_launch",
-    "check_scratch_of_combine",
-    "check_sums_in_other_orders",
-    "check_too_many_mapped_domains",
-    "check_torch_asked_for",
-    "lose_a_rank",
-]
-
 
 def check_in_domains(num_ranks_per_domain: int, check: str, *args: Any) -> None:
     """Runs a check of tests/, as ``battery.other_calls.check_other_calls``."""

@@ -13,8 +13,6 @@ import hybrid_ep
 from tests.battery.cases import Case
 from tests.battery.normal import dispatch, make_buffer
 
-__all__ = ["check_dropped_buffers", "check_tables_of_a_dropped_buffer"]
-
 
 def check_dropped_buffers() -> None:
     """After normal calls, expert-major ones and low-latency ones."""

@@ -10,8 +10,6 @@ import torch.distributed as dist
 import hybrid_ep
 from tests.multi_gpu.exact import MAX_TOKENS, draw_exact, finish_round_trip, start_round_trip
 
-__all__ = ["check_dropped_rows"]
-
 _TIMEOUT_S = 6.0  # above the longest call of ranks that share two cores
 _UNTOUCHED = 0x55
 

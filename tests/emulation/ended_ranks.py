@@ -10,8 +10,6 @@ from tests.battery.cases import Case
 from tests.battery.normal import dispatch, make_buffer
 from tests.emulation.steps import without
 
-__all__ = ["call_until_a_rank_ends"]
-
 
 def call_until_a_rank_ends(case: Case, lost: int, place: str, timeout_s: float) -> int | None:
     """A round trip with all ranks, and then one in which a rank ends.

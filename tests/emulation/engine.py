@@ -22,8 +22,6 @@ import hybrid_ep
 from hybrid_ep.core import kernels
 from hybrid_ep.transport import TransportState, choice, nvshmem
 
-__all__ = ["install", "local_kernels", "run"]
-
 _CPU = torch.device("cpu")
 _installed: list[str] = []
 

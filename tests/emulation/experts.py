@@ -23,22 +23,6 @@ from tests.battery.refused_calls import TIMEOUT_S
 from tests.emulation.late_epochs import set_combines
 from tests.multi_gpu.behaviour import draw, round_trip
 
-__all__ = [
-    "begin_copy",
-    "check_copies",
-    "check_copies_in_turn",
-    "check_copies_past_the_last_number",
-    "check_copies_that_grow_memory",
-    "check_missing_rank",
-    "check_other_numbers_of_launches",
-    "check_ranks_that_disagree",
-    "check_several_launches",
-    "compare_copies",
-    "draw_experts",
-    "draw_mapping",
-    "shifted",
-]
-
 _UNTOUCHED = 7
 # Bytes of an expert in each tensor: several chunks and a part of one, whole chunks, less than a vector, odd ones.
 _SIZES = (3 * 16384 + 4096 + 16, 2 * 16384, 12, 1, 16384 + 5, 36)

@@ -15,8 +15,6 @@ from hybrid_ep.errors import TimeoutError, TransportError
 from tests.battery.cases import Case
 from tests.battery.normal import dispatch, make_buffer
 
-__all__ = ["check_lost_chunks", "check_on_slow_link"]
-
 
 @contextmanager
 def _faults(seed: int, max_delay_us: int = 0, lost_fraction: float = 0.0) -> Iterator[None]:

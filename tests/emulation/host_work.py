@@ -19,8 +19,6 @@ import hybrid_ep
 from tests.battery.normal import unread_values
 from tests.emulation.engine import local_kernels
 
-__all__ = ["check_host_work"]
-
 _PACKAGE = str(Path(hybrid_ep.__file__).parent)
 _ALLOCATIONS = ("aten.empty.memory_format", "aten.empty_strided.default")
 _NUM_TOKENS, _HIDDEN, _NUM_TOPK, _NUM_LOCAL = 8, 512, 2, 8

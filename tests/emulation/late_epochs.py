@@ -12,13 +12,6 @@ from tests.battery.cases import Case
 from tests.battery.low_latency import check_low_latency, check_mixed_hooks
 from tests.multi_gpu.behaviour import draw, make_buffer, make_hybrid_buffer, round_trip
 
-__all__ = [
-    "check_low_latency_between_past_the_last_number",
-    "check_low_latency_past_the_last_number",
-    "check_past_the_last_number",
-    "set_combines",
-]
-
 _LAST_CALL = -3  # 2³² − 3: every kind of call is made at least eight times
 
 

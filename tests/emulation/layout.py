@@ -25,8 +25,6 @@ from hybrid_ep.errors import ConfigError
 from tests.battery.normal import equal
 from tests.emulation.engine import local_kernels
 
-__all__ = ["check_layout", "check_layouts_of_a_buffer", "check_many_layouts", "check_probs"]
-
 
 def check_layout(count: int) -> None:
     """Random routings with holes and duplicates, counted by the kernel and on the host."""

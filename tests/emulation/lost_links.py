@@ -12,8 +12,6 @@ from hybrid_ep.errors import TimeoutError, TransportError
 from tests.battery.cases import Case, Inputs
 from tests.battery.normal import dispatch, make_buffer
 
-__all__ = ["lose_link_of_last_peers"]
-
 _CASE = Case("lost_link", 4, 6, hidden=64, topk=2, num_experts=4, num_ranks_per_domain=2)
 
 

@@ -12,8 +12,6 @@ import hybrid_ep
 from tests.battery.cases import Case
 from tests.battery.normal import dispatch, make_buffer
 
-__all__ = ["check_missing_after_another_was_late", "check_missing_at_the_first_low_latency_call"]
-
 
 def check_missing_at_the_first_low_latency_call() -> None:
     """Survivors are told who is missing within the timeout of the buffer, and not of the process group."""

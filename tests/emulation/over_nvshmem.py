@@ -19,18 +19,6 @@ from tests.battery.cases import Case
 from tests.battery.normal import dispatch, make_buffer
 from tests.emulation.domains import check_over
 
-__all__ = [
-    "check",
-    "check_closed_buffers_leave_their_window",
-    "check_low_latency_puts_that_stop",
-    "check_mapped",
-    "check_no_kernels",
-    "check_part_of_the_job",
-    "check_puts_that_stop",
-    "check_puts_without_signals",
-    "check_some_mapped",
-]
-
 _TIMEOUT_S = 6.0
 
 

@@ -18,15 +18,6 @@ from tests.emulation.experts import compare_copies, draw_experts, draw_mapping, 
 from tests.emulation.late_epochs import set_combines
 from tests.multi_gpu.behaviour import draw, round_trip
 
-__all__ = [
-    "check_other_plans",
-    "check_pushes",
-    "check_pushes_in_turn",
-    "check_pushes_past_the_last_number",
-    "check_ranks_that_disagree",
-    "check_several_launches",
-]
-
 # Bytes of an expert in each tensor: several chunks and a part of one, whole chunks, a vector.
 _SIZES = (3 * 4096 + 2048 + 16, 2 * 4096, 16)
 _NUM_LOCAL, _NUM_SLOTS = 3, 2

@@ -17,8 +17,6 @@ from tests.battery.cases import Case
 from tests.battery.normal import dispatch, make_buffer
 from tests.battery.refused_calls import TIMEOUT_S
 
-__all__ = ["check_memory_of_a_graph", "check_too_small_for_sums", "check_with_small_slots"]
-
 
 def check_with_small_slots(function: str, *args: Any) -> None:
     """Runs a function of tests/, as ``multi_gpu.capacity.check_growth``."""

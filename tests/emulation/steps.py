@@ -16,8 +16,6 @@ from unittest import mock
 
 from tests.battery.cases import Case
 
-__all__ = ["ENDS", "STEPS", "Step", "can_leave_out", "check_without", "without"]
-
 _STREAM = "kernels/between/chunk_stream.cuh"
 _EXCHANGE = "kernels/dispatch_between/exchange.cuh"
 _DISPATCH = "kernels/dispatch_between/dispatch_between.cu"

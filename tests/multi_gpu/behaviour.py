@@ -22,27 +22,6 @@ from tests.multi_gpu.random_routings import (
     draw_tokens,
 )
 
-__all__ = [
-    "check_async",
-    "check_bad_arguments",
-    "check_captured_streams",
-    "check_graph",
-    "check_graph_by_expert",
-    "check_graph_by_map",
-    "check_kept_handles",
-    "check_long_earlier_work",
-    "check_other_streams",
-    "check_other_threads",
-    "check_scales_on_a_stream",
-    "draw",
-    "make_buffer",
-    "make_hybrid_buffer",
-    "make_shared_buffer",
-    "round_trip",
-    "use_without_peer",
-    "use_without_peer_between",
-]
-
 _shared: dict[str, hybrid_ep.Buffer] = {}
 
 

@@ -8,8 +8,6 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from tests.multi_gpu.behaviour import draw, make_buffer, round_trip
 
-__all__ = ["check_beside_torch"]
-
 
 def check_beside_torch(torch_first: bool) -> None:
     """Both work, whichever comes first."""

@@ -22,20 +22,6 @@ from tests.multi_gpu.random_routings import check_received, check_returned, disp
 if TYPE_CHECKING:  # it needs the extension, and this file is read where it is not built too
     from hybrid_ep.engine.cuda.arena import Arena
 
-__all__ = [
-    "check_empty_cache",
-    "check_exact_counts",
-    "check_full_memory",
-    "check_graph_slots",
-    "check_growth",
-    "check_handles_hold_no_slot",
-    "check_many_calls",
-    "check_most_tokens",
-    "check_no_slots",
-    "check_pool",
-    "check_pool_grows",
-]
-
 
 def _arena(buffer: hybrid_ep.Buffer | hybrid_ep.HybridEPBuffer | hybrid_ep.ElasticBuffer) -> Arena:
     """The slots underneath; a promise about memory can be seen nowhere else."""

@@ -15,8 +15,6 @@ import hybrid_ep
 from tests.battery.normal import equal
 from tests.multi_gpu.random_routings import Tokens, draw_tokens
 
-__all__ = ["RoundTrip", "check_round_trip", "draw_exact", "finish_round_trip", "start_round_trip"]
-
 MAX_TOKENS = 32
 NUM_LOCAL_EXPERTS = 4
 

@@ -10,8 +10,6 @@ import hybrid_ep
 from tests.multi_gpu.behaviour import draw, make_buffer, round_trip
 from tests.multi_gpu.random_routings import Tokens, dispatch
 
-__all__ = ["check_error_of_a_replay", "check_error_of_the_last_call", "check_overflow"]
-
 
 def _draw_hot() -> Tokens:
     """Every token goes to the last rank, and half of them to the first one too."""

@@ -36,19 +36,6 @@ from tests.multi_gpu.random_routings import (
     draw_tokens,
 )
 
-__all__ = [
-    "call_until_lost",
-    "go_on_after_loss",
-    "go_on_together",
-    "join",
-    "join_and_lose_one_after",
-    "lose_one_after",
-    "lose_one_before_combine",
-    "lose_one_that_has_not_forwarded",
-    "lose_one_that_reached_some",
-    "meet_again",
-]
-
 NUM_DRAWS = 3
 CALLS_IN_A_ROW = 50
 CALLS_AFTER_LOSS = 5

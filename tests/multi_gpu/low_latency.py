@@ -19,17 +19,6 @@ from hybrid_ep.quantize import cast_from_fp8, cast_to_fp8
 from tests.battery.normal import equal
 from tests.multi_gpu.random_routings import Tokens, draw_tokens
 
-__all__ = [
-    "check_bad_expert",
-    "check_error_in_a_capture",
-    "check_other_number_of_tokens",
-    "check_replays",
-    "check_sizes",
-    "check_streams",
-    "check_three_on_their_way",
-    "check_two_batches",
-]
-
 MAX_TOKENS = 64
 
 

@@ -18,23 +18,6 @@ import hybrid_ep
 from tests.multi_gpu.low_latency import MAX_TOKENS, check_received, draw, expected_sum, make_buffer, pair, round_trip
 from tests.multi_gpu.random_routings import current_device
 
-__all__ = [
-    "check_an_answer_that_comes_late",
-    "check_given_up_on_the_device",
-    "check_masks_by_hand",
-    "check_masks_of_old_graphs",
-    "check_named_at_close",
-    "check_pending_loss",
-    "check_told_at_close",
-    "check_told_once",
-    "lose_a_rank",
-    "lose_a_rank_between_its_flags",
-    "lose_a_rank_between_replays",
-    "make_shared_buffer",
-    "use_without_peer",
-]
-
-
 _NOT_THERE = "low_latency_dispatch: (routes|records of another domain)"
 
 

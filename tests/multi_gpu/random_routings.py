@@ -10,15 +10,6 @@ from torch import Tensor
 import hybrid_ep
 from tests.battery.normal import equal
 
-__all__ = [
-    "Tokens",
-    "check_received",
-    "check_returned",
-    "current_device",
-    "dispatch",
-    "draw_tokens",
-]
-
 
 class Tokens(NamedTuple):
     """What every rank sends; each rank draws all of it and so knows what it must receive."""

@@ -22,18 +22,6 @@ from hybrid_ep.quantize import Fp8Format, cast_to_fp8
 from tests.multi_gpu.behaviour import draw, make_buffer, round_trip
 from tests.multi_gpu.random_routings import current_device, dispatch, draw_tokens
 
-__all__ = [
-    "check_bad_expert",
-    "check_bound_beyond_common_bound",
-    "check_combine_beyond_bound",
-    "check_common_bounds_that_differ",
-    "check_errors_keep_no_slot",
-    "check_handles_of_others",
-    "check_misaligned_scales",
-    "check_same_bytes",
-    "check_too_many_tokens",
-]
-
 
 def _engine(buffer: Any) -> Any:
     return buffer.engine

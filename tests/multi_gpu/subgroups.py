@@ -9,8 +9,6 @@ import hybrid_ep
 from tests.multi_gpu.exact import check_round_trip, draw_exact, finish_round_trip, start_round_trip
 from tests.multi_gpu.random_routings import Tokens, check_received, check_returned, dispatch, draw_tokens
 
-__all__ = ["check_groups_and_all", "check_groups_apart"]
-
 
 def _group_of(members: list[list[int]]) -> tuple[int, dist.ProcessGroup]:
     """Makes a group of each list; returns the one that this rank belongs to, and its number."""

@@ -17,16 +17,6 @@ from hybrid_ep.transport import nvshmem
 from tests.conftest import RunRanks
 from tests.rank_pool import RankPool
 
-__all__ = [
-    "REMOTE_NVSHMEM",
-    "TRANSPORTS",
-    "build_copy_transport",
-    "check_by_copies",
-    "needs_nvshmem",
-    "ranks_over",
-    "variables_of",
-]
-
 _OBSTACLE = nvshmem.obstacle()[1]
 needs_nvshmem = pytest.mark.skipif(_OBSTACLE is not None, reason=str(_OBSTACLE))
 TRANSPORTS = ["loopback", "tcp", pytest.param("nvshmem", marks=needs_nvshmem)]

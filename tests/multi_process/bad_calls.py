@@ -18,8 +18,6 @@ from tests.multi_process.test_bad_normal import NORMAL
 from tests.multi_process.test_disagreement import PAIRS, disagree
 from tests.rank_pool import RankPool
 
-__all__ = ["MORE", "page"]
-
 _HEAD = """# Bad calls
 
 This page lists the errors of calls whose arguments do not fit. `python -m tests.multi_process.bad_calls` writes it:

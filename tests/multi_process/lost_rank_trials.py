@@ -25,8 +25,6 @@ from hybrid_ep.testing.cluster import RankError, VirtualCluster
 from tests.battery import normal
 from tests.battery.cases import Case
 
-__all__ = ["Outcome", "Trial", "run"]
-
 TIMEOUT_S = 3.0
 # A call that begins right before the loss waits for the timeout; what a loaded machine adds is not the buffer's.
 _SLACK_S = 1.5

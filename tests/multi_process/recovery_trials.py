@@ -34,8 +34,6 @@ from hybrid_ep.balance import ExpertPlacement
 from hybrid_ep.elastic import recover
 from hybrid_ep.testing.cluster import RankError, VirtualCluster
 
-__all__ = ["Job", "Outcome", "Trial", "run", "step"]
-
 TIMEOUT_S = 5.0
 _GPU_TIMEOUT_S = 10.0  # ranks that share a GPU take turns of milliseconds
 _GPU_VARIABLES = {env.ENGINE.name: "cuda", env.TRANSPORT.name: "tcp", env.TCP_ADDRESS.name: "127.0.0.1"}

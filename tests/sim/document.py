@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from tests.sim.platforms import profile_of
 from tests.sim.scenario import HEALTHY, Scenario, load_scenarios
 
-__all__ = ["document"]
-
 _INTRODUCTION = """## Which fault is found by which check
 
 Each row is a simulated node: a sound platform with one thing changed. A test examines it. The doctor must report what

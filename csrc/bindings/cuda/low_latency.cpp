@@ -97,7 +97,6 @@ py::tuple make_tables(const LowLatencyPlan& plan, const py::object& memory, uint
 void add_low_latency(py::module_& module) {
   module.attr("low_latency_buffers") = kLowLatencyBuffers;
   module.attr("low_latency_no_sums") = kNoSums;
-  module.attr("low_latency_max_tokens") = kMaxLowLatencyTokens;
   module.attr("low_latency_masks_offset") = offsetof(LowLatencyControl, masked);
   // The words of a channel, for tests that act as another rank: one after the other those of dispatch, one for
   // each buffer, and those of combine.
