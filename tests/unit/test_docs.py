@@ -14,7 +14,7 @@ from benchmarks import tables
 from ci.pages import PICTURES, pages
 from ci.prose import MOST_WORDS, sentences, words
 from hybrid_ep import env
-from hybrid_ep.cli import main
+from hybrid_ep.cli import COMMANDS, main
 
 ROOT = Path(__file__).resolve().parents[2]
 MADE = {ROOT / "docs" / name: text for name, text in pages().items()}
@@ -97,7 +97,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 @each_page
 def test_commands_and_their_options_exist(page: Path) -> None:
     for text in commands(page):
-        words = shlex.split(re.sub(r"[<|].*|[^\x00-\x7f]", " ", text))
+        words = shlex.split(re.sub(r"[<|].*|\[\w+\](\.\.\.)?|[^\x00-\x7f]", " ", text))
         command: click.Command = main
         while isinstance(command, click.Group) and words and not words[0].startswith("-"):
             found = command.get_command(click.Context(command), words.pop(0))
@@ -107,6 +107,13 @@ def test_commands_and_their_options_exist(page: Path) -> None:
             options = {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
             for word in words:
                 assert not word.startswith("--") or word.partition("=")[0] in options, text
+
+
+def test_the_command_line_page_has_every_command_and_no_internal_default() -> None:
+    page = MADE[ROOT / "docs/reference/cli.md"]
+    assert [f"## hybrid-ep {name}" for name in COMMANDS] == re.findall(r"^## .*", page, re.M)
+    assert not re.findall(r"Sentinel|UNSET|N/A|env-table", page)
+    assert "| `--ranks` | `INTEGER` | `8` | Ranks, each a process. |" in page
 
 
 @each_page
