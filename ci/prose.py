@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MOST_WORDS = 30
 PAGES = ("*.md", "docs/**/*.md", "ansible/*.md", "benchmarks/results/README.md", "tests/**/*.md")
 _NOT_PROSE = re.compile(r"^```.*?^```|<!--.*?-->|^---\n.*?^---$", re.S | re.M)
-_OWN_BLOCK = re.compile(r"^\s*(\||#|!\[|:::|--8<--)")
+_OWN_BLOCK = re.compile(r"^\s*(\||#|!\[|:::)")
 _ITEM = re.compile(r"^\s*([-*]|\d+\.)\s+")
 _END = re.compile(r"(?<=[.!?])[\")*_]*\s+(?=[\"(*_`\[]*[^a-z\s])")
 
