@@ -1,6 +1,6 @@
 """The picture of the README: times of calls beside DeepEP V1's, of one run.
 
-    python -m benchmarks.beside [--out docs/images/beside_deep_ep.png]
+python -m benchmarks.beside [--out docs/images/beside_deep_ep.png]
 """
 
 from __future__ import annotations
