@@ -10,4 +10,4 @@ shoot() {
     --user-data-dir="$profile" --window-size="$1" --screenshot="$PWD/docs/images/$2" "file://$(realpath "$3")" 2>/dev/null
 }
 shoot 1100,420 demo.png "${1:-out/demo/index.html}"
-shoot 1100,800 report.png "${2:-out/validate/report/report.html}"
+shoot 1100,592 report.png "${2:-out/validate/report/report.html}"
