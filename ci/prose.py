@@ -26,7 +26,7 @@ PHRASES = {
     r"\b(?:results?|rows?|sums?|values?) (?:is|are) right\b": "correct",
     r"\btakes? the (?:torch|cuda) engine\b": "uses",
     r"\blies? in\b(?! wait)": "is in",
-    r"\bstands? (?:in|on|beside|behind)\b(?! a light)": "is in, is beside",
+    r"\bstands? (?:in|on|beside)\b(?! a light)": "is in, is beside",
     r"\bin words\b": "as text",
     r"\bof its own accord\b": "by itself",
     r"\bequally often\b": "the same number of times",
@@ -36,7 +36,7 @@ PHRASES = {
     r"\bin the same words\b": "with the same text",
 }
 # Words of ours: a page that uses one defines it, in italics, or links to the page that does.
-TERMS = ("push", "domain rank", "work index", "control block", "row offset", "epoch", "held", "until done", "home")
+TERMS = ("push", "domain rank", "work index", "control block", "row offset", "epoch", "until done", "home")
 DEFINED_AT = re.compile(r"architecture\.md#terms|figures_h200\.md|bench\.md")
 PAGES = ("*.md", "docs/**/*.md", "ansible/*.md", "benchmarks/results/README.md", "tests/**/*.md")
 _NOT_PROSE = re.compile(r"^```.*?^```|<!--.*?-->|^---\n.*?^---$", re.S | re.M)
