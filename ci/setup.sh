@@ -24,7 +24,8 @@ if [ -e "$venv/bin/activate" ] && ! grep -qF "$(realpath "$venv")" "$venv/bin/ac
 fi
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 PATH="$(cd "$venv" && pwd)/bin:$PATH"
-pip() { ci/progress.sh "$1" "$2" "$venv/bin/python" -m pip --disable-pip-version-check --progress-bar off "${@:3}"; }
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_PROGRESS_BAR=off
+pip() { ci/progress.sh "$1" "$2" "$venv/bin/python" -m pip "${@:3}"; }
 pip pip "the first pip that reads dependency groups" install 'pip>=25.1'
 # The extension is built while the other packages are installed. They come before this one, which then needs no
 # isolation and no other torch.
