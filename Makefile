@@ -38,7 +38,7 @@ $(DEMO_STAMP): pyproject.toml setup.py hybrid_ep/_version.py
 	@printf %s '$(CURDIR)' >$@
 
 demo: $(if $(wildcard $(STAMP)),setup,$(DEMO_STAMP)) ## Run the main job: dispatch, experts and combine on a virtual cluster; pictures and a page land in out/demo
-	@[ -e $(STAMP) ] || PATH="$(CURDIR)/$(BIN):$$PATH" HYBRID_EP_BUILD_CUDA=off ci/build_inplace.sh $(BIN)/python
+	@[ -e $(STAMP) ] || PATH="$(CURDIR)/$(BIN):$$PATH" HYBRID_EP_BUILD_CUDA=off HYBRID_EP_BUILD_NVML=off ci/build_inplace.sh $(BIN)/python
 	$(BIN)/hybrid-ep demo --out out/demo
 
 test: ## Lint, type-check and run the tests of this machine alone: library, CPU ranks, emulated kernels, what is shipped

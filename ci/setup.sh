@@ -32,7 +32,7 @@ pip pip "the first pip that reads dependency groups" install 'pip>=25.1'
 pip build-tools "cmake, ninja, pybind11 (usually 10 s)" install --group build
 case $group in
   demo)
-    export HYBRID_EP_BUILD_CUDA=off
+    export HYBRID_EP_BUILD_CUDA=off HYBRID_EP_BUILD_NVML=off
     usually="torch and matplotlib, some 200 MB (usually 1 to 2 minutes)"
     ;;
   dev) usually="torch and the developers' tools, some 600 MB (usually 2 to 4 minutes)" ;;
