@@ -65,7 +65,7 @@ BESIDE: list[tuple[str, dict[str, object], str]] = [
     ("combine, bf16", NORMAL | {"dtype": "bf16"}, "combine"),
     ("low-latency dispatch, fp8", FEW | {"dtype": "fp8"}, "dispatch: graph"),
     ("low-latency combine, bf16", FEW | {"dtype": "fp8"}, "combine: graph"),
-    ("low-latency dispatch with a hook, the hook", FEW | {"dtype": "fp8"}, "dispatch: receive"),
+    ("low-latency dispatch, second half alone (hook)", FEW | {"dtype": "fp8"}, "dispatch: receive"),
 ]
 
 
