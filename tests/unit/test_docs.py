@@ -160,6 +160,10 @@ def test_prose_names_no_commit(page: Path) -> None:
     assert [word for word in words if re.search("[a-f]", word) and re.search("[0-9]", word)] == []
 
 
+def test_the_readme_stays_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
 @each_page
 def test_blocks_have_lines_of_their_own(page: Path) -> None:
     assert not re.findall(r"^\s*```.*```", text_of(page), re.M)
