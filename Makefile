@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+DEMO_STAMP := $(VENV)/.ready-demo
 ARCH ?= $(shell uname -m)
 
 # In CI warnings are errors.
@@ -14,16 +15,30 @@ export HYBRID_EP_STRICT ?= $(if $(filter true,$(CI)),on,off)
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
+# A stamp has the folder that its environment was made in: a moved or copied clone sets up again.
+ifneq ($(file <$(STAMP)),$(CURDIR))
+.PHONY: $(STAMP)
+endif
+ifneq ($(file <$(DEMO_STAMP)),$(CURDIR))
+.PHONY: $(DEMO_STAMP)
+endif
+
 # The build runs every time: CMake looks again for what the machine has, and only changes are compiled.
 setup: $(STAMP) ## Create .venv with the pinned tools and build the extension in place
 	@[ "$(CI)" != true ] || ci/nvcc.sh $(VENV)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" ci/build_inplace.sh $(BIN)/python
 
 $(STAMP): pyproject.toml setup.py hybrid_ep/_version.py ci/helm.sh
-	ci/setup.sh $(PYTHON) $(VENV)
-	@touch $@
+	@ci/setup.sh $(PYTHON) $(VENV)
+	@printf %s '$(CURDIR)' >$@
 
-demo: setup ## Run the main job: dispatch, experts and combine on a virtual cluster; pictures and a page land in out/demo
+# The demo needs neither the developers' tools nor kernels. Where `make setup` has made both, they stay.
+$(DEMO_STAMP): pyproject.toml setup.py hybrid_ep/_version.py
+	@ci/setup.sh $(PYTHON) $(VENV) demo
+	@printf %s '$(CURDIR)' >$@
+
+demo: $(if $(wildcard $(STAMP)),setup,$(DEMO_STAMP)) ## Run the main job: dispatch, experts and combine on a virtual cluster; pictures and a page land in out/demo
+	@[ -e $(STAMP) ] || PATH="$(CURDIR)/$(BIN):$$PATH" HYBRID_EP_BUILD_CUDA=off HYBRID_EP_BUILD_NVML=off ci/build_inplace.sh $(BIN)/python
 	$(BIN)/hybrid-ep demo --out out/demo
 
 test: ## Lint, type-check and run the tests of this machine alone: library, CPU ranks, emulated kernels, what is shipped

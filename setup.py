@@ -20,6 +20,13 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 
 
+def _drop_if_moved(build_dir: Path) -> None:
+    """Removes a build folder that CMake made for sources elsewhere, as in a clone that was moved or copied."""
+    cache = build_dir / "CMakeCache.txt"
+    if cache.exists() and f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT / 'csrc'}\n" not in cache.read_text():
+        shutil.rmtree(build_dir)
+
+
 class CMakeBuild(build_ext):
     """One CMake project builds all modules; setuptools only has to know that there is something to build."""
 
@@ -28,6 +35,7 @@ class CMakeBuild(build_ext):
         # In place there is one folder (setuptools gives an editable build a temporary one): only changes are compiled.
         in_place = ROOT / "build" / f"inplace-{sys.implementation.cache_tag}"
         build_dir = in_place if self.inplace else Path(self.build_temp).resolve()
+        _drop_if_moved(build_dir)
         build_dir.mkdir(parents=True, exist_ok=True)
         options = {
             "CMAKE_BUILD_TYPE": "Release",

@@ -1,4 +1,4 @@
-"""The picture of the README: what a dispatch sends between domains, and how long the network takes for it.
+"""A picture of the docs: what a dispatch sends between domains, and how long the network takes for it.
 
     python benchmarks/domains.py [--out docs/images/domains.png]
 

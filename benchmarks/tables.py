@@ -13,8 +13,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
-PAGES = [ROOT / "docs" / name for name in ("figures_h200.md", "figures_h100.md")]
-_TABLE = re.compile(r"(<!-- table: (\w+)((?: \w+)+) -->\n\n)(?:\|.*\n)*")
+PAGES = [ROOT / name for name in ("README.md", "docs/figures_h200.md", "docs/figures_h100.md")]
+_TABLE = re.compile(r"(<!-- table: (\w+)((?: [\w/]+)+) -->\n\n)(?:\|.*\n)*")
 
 TOKENS = (1, 8, 64, 128, 512)
 LOW_LATENCY = [  # label, dtype of the dispatch, operation
@@ -56,6 +56,17 @@ BATCHES: list[tuple[str, dict[str, object], str]] = [
     ("the same without a sync", {"mode": "normal", "num_tokens": 256, "dtype": "bf16"}, "dispatch: no sync"),
     ("combine bf16, 256 tokens", {"mode": "normal", "num_tokens": 256, "dtype": "bf16"}, "combine"),
 ]
+NORMAL: dict[str, object] = {"mode": "normal", "num_tokens": 4096}
+FEW: dict[str, object] = {"mode": "low-latency", "num_tokens": 128}
+# Times of the GPU alone: no row waits for the host. label, plan, operation
+BESIDE: list[tuple[str, dict[str, object], str]] = [
+    ("dispatch, bf16", NORMAL | {"dtype": "bf16"}, "dispatch: no sync"),
+    ("dispatch, fp8", NORMAL | {"dtype": "fp8"}, "dispatch: no sync"),
+    ("combine, bf16", NORMAL | {"dtype": "bf16"}, "combine"),
+    ("low-latency dispatch, fp8", FEW | {"dtype": "fp8"}, "dispatch: graph"),
+    ("low-latency combine, bf16", FEW | {"dtype": "fp8"}, "combine: graph"),
+    ("low-latency dispatch, second half alone (hook)", FEW | {"dtype": "fp8"}, "dispatch: receive"),
+]
 
 
 @cache
@@ -77,6 +88,29 @@ def measured(file: str, operation: str, *, num_sms: int | None, wire: bool = Fal
     if len(found) != 1:
         raise KeyError(f"{file}: {len(found)} times {operation!r} with {num_sms} SMs and {plan}")
     return found[0]
+
+
+def best_us(file: str, implementation: str, operation: str, **plan: object) -> float:
+    """The least median of an implementation over the numbers of SMs that were tried, in µs."""
+    found = [
+        float(candidate["median_us"])
+        for outcome in results(file)["outcomes"]
+        if outcome["candidate"]["implementation"] == implementation
+        and all((outcome["plan"] | outcome["plan"]["workload"])[name] == value for name, value in plan.items())
+        for candidate in outcome["operations"]
+        if candidate["name"] == operation
+    ]
+    return min(found)
+
+
+def beside(file: str) -> str:
+    """The medians of hybrid_ep and DeepEP V1 of one run, and which is faster."""
+    rows = []
+    for label, plan, operation in BESIDE:
+        ours, theirs = (best_us(file, name, operation, **plan) for name in ("hybrid_ep", "deep_ep"))
+        times = f"{theirs / ours:.1f} × as fast" if theirs > ours else f"{ours / theirs:.2f} × the time: slower"
+        rows.append([label, *(f"{us:.1f}" if us < 99.95 else f"{us:.0f}" for us in (ours, theirs)), times])
+    return _rows(["µs", "hybrid_ep", "DeepEP V1", "hybrid_ep is"], rows)
 
 
 def _us(operation: Any) -> str:
@@ -149,7 +183,14 @@ def runs(*files: str) -> str:
     return _rows(["file", "GPUs", "date", "software"], rows)
 
 
-TABLES = {"low_latency": low_latency, "wire": wire, "shapes": shapes, "batches": batches, "runs": runs}
+TABLES = {
+    "low_latency": low_latency,
+    "wire": wire,
+    "shapes": shapes,
+    "batches": batches,
+    "runs": runs,
+    "beside": beside,
+}
 
 
 def with_tables(page: str) -> str:

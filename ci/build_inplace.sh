@@ -3,4 +3,6 @@
 # TORCH_CUDA_ARCH_LIST and HYBRID_EP_BUILD_CUDA are read as by setup.py.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-"${1:-python3}" setup.py --quiet build_ext --inplace --parallel "$(nproc)"
+usually="the modules in C++ (usually a minute; with kernels for GPUs, 10 minutes of two cores)"
+ci/progress.sh build "$usually" "${1:-python3}" setup.py build_ext --inplace --parallel "$(nproc)"
+grep '^hybrid_ep ' build/log/build.log

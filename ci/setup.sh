@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
-# Makes the virtual environment with the developers' tools and installs this folder in it: ci/setup.sh PYTHON VENV
+# Makes the virtual environment and installs this folder in it: ci/setup.sh PYTHON VENV [demo|dev]
+#   demo  what `make demo` needs: torch, the pictures' matplotlib, and the extension without kernels for GPUs
+#   dev   also the developers' tools, and the kernels where nvcc is found
 set -euo pipefail
-python=$1 venv=$2
+cd "$(dirname "$0")/.."
+python=$1 venv=$2 group=${3:-dev}
 missing=() packages=()
 want() { missing+=("$1") packages+=("$2"); }
 "$python" -c 'import ensurepip, venv' 2>/dev/null || want "Python's venv" python3-venv
@@ -14,18 +17,31 @@ if [ ${#missing[@]} -gt 0 ]; then
   echo "missing: ${list%, }. On Debian and Ubuntu: apt-get install ${packages[*]}" >&2
   exit 1
 fi
+# The programs of an environment name the folder that it was made in, so one that was moved or copied is made again.
+if [ -e "$venv/bin/activate" ] && ! grep -qF "$(realpath "$venv")" "$venv/bin/activate"; then
+  echo "$venv was made in another folder, and is made again"
+  rm -rf "$venv"
+fi
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-ci=$(dirname "$0")
 PATH="$(cd "$venv" && pwd)/bin:$PATH"
-pip() { "$venv/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
-pip install 'pip>=25.1' # the first that reads dependency groups
-# The extensions are built while the other tools are installed. The tools come before the package, which then needs no
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_PROGRESS_BAR=off
+pip() { ci/progress.sh "$1" "$2" "$venv/bin/python" -m pip "${@:3}"; }
+pip pip "the first pip that reads dependency groups" install 'pip>=25.1'
+# The extension is built while the other packages are installed. They come before this one, which then needs no
 # isolation and no other torch.
-pip install --group build
-[ "${CI:-}" != true ] || "$ci/nvcc.sh" "$venv"
-"$ci/build_inplace.sh" "$venv/bin/python" &
+pip build-tools "cmake, ninja, pybind11 (usually 10 s)" install --group build
+case $group in
+  demo)
+    export HYBRID_EP_BUILD_CUDA=off HYBRID_EP_BUILD_NVML=off
+    usually="torch and matplotlib, some 200 MB (usually 1 to 2 minutes)"
+    ;;
+  dev) usually="torch and the developers' tools, some 600 MB (usually 2 to 4 minutes)" ;;
+  *) sed -n 2p "$0" >&2; exit 2 ;;
+esac
+[ "${CI:-}" != true ] || [ "$group" = demo ] || ci/nvcc.sh "$venv"
+ci/build_inplace.sh "$venv/bin/python" &
 build=$!
-pip install --group dev
+pip packages "$usually" install --group "$group"
 wait "$build"
-pip install --no-build-isolation --editable .
-"$ci/helm.sh" "$venv"
+pip hybrid_ep "this folder, editable (usually 15 s)" install --no-build-isolation --editable .
+[ "$group" = demo ] || ci/helm.sh "$venv"

@@ -30,6 +30,14 @@ OUTSIDE = (
     "benchmarks/results/**/*.*",
     "tests/emulation/*.md",
 )
+# Pages that mention everything: in a search they come after the guides.
+LISTS = {
+    "CHANGELOG.md",
+    "docs/bad_calls.md",
+    "docs/doctor_reference.md",
+    "docs/reference/environment.md",
+    "docs/reasons.md",
+}
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
 
@@ -61,6 +69,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     source = repo_path(page.file.src_uri)
+    if source in LISTS or source.startswith("benchmarks/"):
+        page.meta["search"] = {"boost": 0.2}
 
     def relink(found: re.Match[str]) -> str:
         mark, text, target = found.groups()

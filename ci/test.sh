@@ -17,11 +17,14 @@ esac
 # Once here, and not by every process of the tests, least of all by an emulated machine's.
 "$bin/python" -m compileall -q hybrid_ep tests
 if [ "$which" != cluster ]; then
+  echo "types and style (usually 1 to 2 minutes)"
   "$bin/mypy" & types=$! status=0
   ci/lint.sh "$bin" || status=$?
   wait "$types" || status=$?
   [ "$status" = 0 ] || exit "$status"
 fi
+declare -A usually=([fast]="2 to 3 minutes" [most]="20 minutes" [cluster]="20 minutes" [all]="hours")
+echo "tests (usually ${usually[$which]} on two cores)"
 # Workers get groups in this order: the files that take longest (tests/conftest.py), then by name. On two cores there are
 # three workers, because many tests wait: for a timeout, for a rank that does not come.
 exec "$bin/pytest" -n 3 --dist loadgroup --no-loadscope-reorder --durations=15 "${tests[@]}"

@@ -23,7 +23,8 @@ function(hybrid_ep_add_nvshmem)
   find_library(HYBRID_EP_NVSHMEM_HOST NAMES libnvshmem_host.so.3 HINTS ${homes} PATH_SUFFIXES lib NO_DEFAULT_PATH)
   if(NOT HYBRID_EP_NVSHMEM_INCLUDE OR NOT HYBRID_EP_NVSHMEM_DEVICE OR NOT HYBRID_EP_NVSHMEM_HOST)
     hybrid_ep_leave_out(_nvshmem ${HYBRID_EP_BUILD_NVSHMEM}
-                        "NVSHMEM was not found: pip install ${wheel} or set NVSHMEM_HOME")
+                        "NVSHMEM was not found: pip install ${wheel} and build with --no-build-isolation, or set \
+NVSHMEM_HOME")
     return(PROPAGATE left_out)
   endif()
   # Without LTO, which drops what the device code is registered by.

@@ -17,7 +17,8 @@ function(hybrid_ep_add_nvml)
   find_path(HYBRID_EP_NVML_INCLUDE nvml.h HINTS ENV CUDA_HOME ENV CUDA_PATH PATHS /usr/local/cuda ${wheel_includes}
             PATH_SUFFIXES include VALIDATOR hybrid_ep_check_nvml)
   if(NOT HYBRID_EP_NVML_INCLUDE)
-    hybrid_ep_leave_out(_nvml ${HYBRID_EP_BUILD_NVML} "nvml.h of CUDA 12.8 or newer was not found: pip install nvidia-nvml-dev")
+    hybrid_ep_leave_out(_nvml ${HYBRID_EP_BUILD_NVML} "nvml.h of CUDA 12.8 or newer was not found: pip install nvidia-nvml-dev and build with \
+--no-build-isolation, or set CUDA_HOME")
     return(PROPAGATE left_out)
   endif()
   file(CONFIGURE OUTPUT nvml_name.cpp CONTENT "")

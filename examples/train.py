@@ -11,7 +11,7 @@ from hybrid_ep.nn import MoELayer
 
 dist.init_process_group()
 rank, num_ranks = dist.get_rank(), dist.get_world_size()
-device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+device = torch.device("cuda", dist.get_node_local_rank()) if torch.cuda.is_available() else torch.device("cpu")
 if device.type == "cuda":
     torch.cuda.set_device(device)
 torch.manual_seed(rank)

@@ -6,6 +6,7 @@ Exit codes of every subcommand: 0 = good, 1 = a confirmed fault or failed check,
 
 from __future__ import annotations
 
+import difflib
 import errno
 import importlib
 import logging
@@ -66,7 +67,7 @@ FIRST_STEPS = (
 )
 
 
-_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 def _require_written(ctx: click.Context) -> None:
@@ -99,6 +100,14 @@ class _LazyGroup(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-") and (near := difflib.get_close_matches(name, COMMANDS)):
+            ctx.fail(f"No such command {name!r}. Did you mean {' or '.join(near)}?")
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, _, text) in COMMANDS.items()])
@@ -106,6 +115,8 @@ class _LazyGroup(click.Group):
             formatter.write_dl(list(FIRST_STEPS))
 
     def invoke(self, ctx: click.Context) -> object:
+        if sys.stdout is None:  # closed by the caller, as by `>&-`: a command that writes must fail, with that reason
+            sys.stdout = open(os.devnull, opener=lambda path, _: os.open(path, os.O_RDONLY), mode="w")  # noqa: SIM115
         try:
             result = self._invoke(ctx)
         except OSError as error:

@@ -94,7 +94,7 @@ def collect() -> Info:
     of_torch = {
         "torch": torch.__version__,
         "CUDA (torch)": torch.version.cuda,
-        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if has_gpu else None,
+        "NCCL (torch)": ".".join(map(str, torch.cuda.nccl.version())) if hasattr(torch._C, "_nccl_version") else None,
         "compiler of _C": _C.compiler,
     }
     return Info(
@@ -117,7 +117,7 @@ def _versions(of_torch: Mapping[str, str | None] | None = None) -> dict[str, str
         "hybrid_ep": __version__,
         "python": platform.python_version(),
         **(of_torch or {}),
-        "NVSHMEM": _nvshmem_version(),
+        "NVSHMEM (wheel)": _nvshmem_version(),
         **{name: _distribution_version(name) for name in _DISTRIBUTIONS},
         "linux": platform.release(),
     }
@@ -177,14 +177,20 @@ def _render(found: Info) -> Table:
     table.add_row("engine", f"{engine} — {escape(found.reason)}")
     transport = f"[green]{found.transport}[/]" if found.transport else "[red]none[/]"
     table.add_row("between domains", f"{transport} — {escape(found.transport_reason)}")
+    title = "others"
     for name, why in found.transports.items():
-        table.add_row("", f"[dim]not {name}: {escape(why)}[/]")
+        if f"{name} cannot be used: " not in found.transport_reason:  # else the row above has said why
+            table.add_row(title, f"[dim]{name}: {escape(why)}[/]")
+            title = ""
     table.add_row("built", escape(found.built or "nothing optional"))
-    table.add_row("left out", escape(found.left_out or "nothing"))
+    table.add_row("not built", escape(found.left_out or "nothing"))
+    if found.versions["NVSHMEM (wheel)"] and "NVSHMEM was not found" in found.left_out:
+        table.add_row("", "[dim]NVSHMEM was installed after the build: build again to have _nvshmem[/]")
     table.add_row("GPUs", escape(", ".join(found.gpus)) or "[dim]none visible[/]")
     table.add_section()
     for name, version in found.versions.items():
-        table.add_row(name, escape(version) if version else "[dim]not installed[/]")
+        absent = "not part of this torch" if name.endswith("(torch)") else "not installed"
+        table.add_row(name, escape(version) if version else f"[dim]{absent}[/]")
     table.add_section()
     table.add_row("interpreter", escape(found.python))
     table.add_row("package", escape(found.package))

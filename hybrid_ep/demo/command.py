@@ -84,6 +84,8 @@ def _run_with_progress(settings: Settings) -> DemoResult:
 
         def begin_phase(what: str) -> None:
             nonlocal begun
+            if not progress.console.is_terminal:  # a log gets a line for each phase, a terminal the bar
+                click.echo(f"demo: {what}", err=True)
             progress.update(task, description=what, advance=1 if begun else 0)
             begun = True
 

@@ -208,8 +208,8 @@ def main() -> int:
             jobs_experts=4,
             jobs_bench_options=["--device", "cpu", "--tokens", "64", "--hidden", "512", "--topk", "2", "--runs", "3"],
         )
-        fleet.play("validate.yml", shown=True)
-        fleet.play("test_jobs.yml", shown=True)
+        for playbook in ("validate.yml", "test_jobs.yml"):  # a person who waits sees what it does, and can end it
+            fleet.play(playbook, shown=True, limit_s=1800)
         shutil.rmtree(out, ignore_errors=True)
         shutil.copytree(fleet.results(), out)
     report = json.loads((out / "report" / "report.json").read_text())

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -13,9 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from rich.console import Console
 
 from hybrid_ep import __version__, env
 from hybrid_ep.cli import COMMANDS, FIRST_STEPS, main
+from hybrid_ep.info import Info, _render
 
 _HELP = """
 import sys
@@ -55,6 +58,22 @@ def test_unknown_command_is_wrong_usage() -> None:
     result = CliRunner().invoke(main, ["dispatch"])
     assert result.exit_code == 2
     assert "No such command 'dispatch'" in result.stderr
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("dem", "demo"), ("topologie", "topology"), ("valdation", "validation")])
+def test_a_misspelt_command_gets_the_one_that_was_meant(typed: str, meant: str) -> None:
+    result = CliRunner().invoke(main, [typed])
+    assert result.exit_code == 2
+    assert f"Did you mean {meant}?" in result.stderr
+
+
+@pytest.mark.parametrize(("words", "status"), [("env", 2), ("env --json", 2), ("--version", 0)])
+def test_a_closed_standard_output_is_an_error_in_one_line(words: str, status: int) -> None:
+    command = ["sh", "-c", f'"$0" -m hybrid_ep {words} >&-', sys.executable]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == status, done.stderr
+    if status:
+        assert done.stderr == "hybrid-ep: standard output cannot be written: Bad file descriptor\n"
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
@@ -136,6 +155,29 @@ def test_info_names_the_transport_and_why_not_the_others() -> None:
     assert (found["transport"], found["transport_reason"]) == ("tcp", "asked for by name")
     assert sorted(found["transports"]) == ["loopback", "nvshmem", "verbs"]
     assert found["transports"]["loopback"] == "usable; tcp is asked for by name"
+
+
+def test_info_says_each_reason_once_and_what_was_installed_after_the_build() -> None:
+    found = Info(
+        versions={"NCCL (torch)": None, "NVSHMEM (wheel)": "3.4.5"},
+        built="_C _cuda",
+        left_out="_nvshmem (NVSHMEM was not found: pip install …)",
+        engine="torch",
+        reason="no GPU is visible",
+        transport="tcp",
+        transport_reason="verbs cannot be used: no port",
+        transports={"verbs": "no port", "loopback": "usable on one host"},
+        gpus=[],
+        python="python",
+        package="hybrid_ep",
+    )
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(_render(found))
+    text = console.export_text()
+    assert text.count("no port") == 1
+    assert "loopback: usable on one host" in text
+    assert "NVSHMEM was installed after the build: build again" in text
+    assert "not part of this torch" in text
 
 
 def test_info_exits_with_1_for_a_transport_that_does_not_exist() -> None:

@@ -1,4 +1,4 @@
-"""The figures behind the README's picture of bytes between domains."""
+"""The figures behind the picture of bytes between domains."""
 
 from __future__ import annotations
 
