@@ -238,6 +238,13 @@ class _Host(NamedTuple):
     num_ranks: int
 
 
+def _without_unread(results: Sequence[Result]) -> tuple[Result, ...]:
+    """What a container cannot read is no fault of a host: it stays in the report, and does not decide."""
+    return tuple(
+        replace(result, severity=Severity.WARNING) if result.status is Status.UNKNOWN else result for result in results
+    )
+
+
 def _examine(name: str, settings: _Settings) -> _Host:
     options = [*settings.doctor_options, *(["--profile", settings.profile] if settings.profile else [])]
     try:
@@ -246,12 +253,7 @@ def _examine(name: str, settings: _Settings) -> _Host:
         remedy = "Run hybrid-ep doctor on it by hand."
         silent = _result("preflight.doctor", "the doctor", Status.UNKNOWN, str(error), "a report", remedy)
         return _Host(Report(__version__, name, settings.profile or "?", "", 0.0, (silent,)), settings.ranks or 1)
-    # What a container cannot read is no fault of the host: it is reported, and does not decide.
-    results = tuple(
-        replace(result, severity=Severity.WARNING) if result.status is Status.UNKNOWN else result
-        for result in found.results
-    )
-    found = replace(found, host=name, results=results)
+    found = replace(found, host=name, results=_without_unread(found.results))
     num_ranks = settings.ranks or len(found.facts.get("gpus") or []) or 1
     if found.status is Status.PASS:  # on GPUs with a fault the job may hang
         words = [*_PROGRAM, *settings.bench(num_ranks), "--ranks", str(num_ranks)]
@@ -264,7 +266,7 @@ def _examine(name: str, settings: _Settings) -> _Host:
 class _Desk(ThreadingHTTPServer):
     """Where hosts meet: keeps what each has said, and answers with what it shall do next.
 
-    A question is answered when there is an order that its host has not seen, or after `_POLL_S`.
+    A host that says nothing asks: it is answered when there is an order that it has not seen, or after `_POLL_S`.
     """
 
     daemon_threads = True
@@ -293,7 +295,7 @@ class _Desk(ThreadingHTTPServer):
             mine |= message["say"]
             self.seen[rank] = seen
             self.changed.notify_all()
-            poll_s = 0.0 if "bye" in mine else _POLL_S
+            poll_s = 0.0 if message["say"] else _POLL_S
             self.changed.wait_for(lambda: self.orders.get(rank, {"number": 0})["number"] > seen, poll_s)
             order = self.orders.get(rank, {"number": 0})
             return order if order["number"] > seen else {}
@@ -417,7 +419,7 @@ def _lead(desk: _Desk, settings: _Settings, limit_s: float) -> list[Result]:
         status = Status.worst(report.status for report in reports)
         return [_unfit(unfit, status)]
     results = [_result("gang.hosts", "hosts of the gang", Status.PASS, f"{len(names)} hosts", "all come, and are fit")]
-    results += compare(reports).results
+    results += _without_unread(compare(reports).results)
     if any(result.shown_as == "fail" for result in results):
         return results
     return results + _run_together(desk, settings, names, reports)
@@ -621,7 +623,7 @@ def preflight(
         click.echo(json.dumps({**shown, "gang": gang._asdict()}, indent=2))
     else:
         for result in report.results:
-            if result.status is not Status.PASS or result.group in ("preflight", "compare"):
+            if result.status is Status.FAIL or result.group == "preflight":
                 click.echo(f"{result.shown_as} {result.id}: {result.seen} {result.remedy}".rstrip())
         click.echo(verdict)
     log(verdict)
