@@ -42,7 +42,7 @@ from hybrid_ep.cluster.doctor.compare import compare
 from hybrid_ep.cluster.doctor.model import Report, Result, Severity, Status, clean, to_junit
 from hybrid_ep.cluster.kubernetes.api import NodeError
 from hybrid_ep.cluster.kubernetes.node import examine_node
-from hybrid_ep.cluster.validation.bisection import Run, bisect
+from hybrid_ep.cluster.validation.bisection import Bisection, Run, bisect
 from hybrid_ep.cluster.validation.causes import cause_of
 from hybrid_ep.cluster.validation.formats import to_ctrf
 from hybrid_ep.cluster.validation.judge import Job, Profiles, judge
@@ -458,7 +458,7 @@ def _run_together(desk: _Desk, settings: _Settings, names: list[str], reports: l
     return [whole, _halved(found, runs, reasons)]
 
 
-def _halved(found: Any, runs: list[Run], reasons: dict[frozenset[str], str]) -> Result:
+def _halved(found: Bisection, runs: list[Run], reasons: dict[frozenset[str], str]) -> Result:
     """What the bisection blames, in one line."""
     failed = [run.hosts for run in runs if not run.passed]
     parts = [
