@@ -105,4 +105,4 @@ def test_every_host_names_the_one_to_blame(
     for name, (_, said, _) in found.items():
         expected = of_itself if of_itself and name == "pod-1" else blame
         assert said.startswith(f"fail: {expected}"), said
-        assert f"{name} (this host) " in said
+        assert f"{name} (this host)" in said
