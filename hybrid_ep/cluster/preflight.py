@@ -107,8 +107,8 @@ def find_gang(
     """Returns the gang of this host, from options, or from the variables of what has started it.
 
     Args:
-        nodes, node_rank, address, port: torchrun's options of these names. With `nodes` no variable is read, but for
-            the index of an Indexed Job in place of `node_rank`.
+        nodes, node_rank, address, port: torchrun's options of these names. With `nodes` no variable is read but the
+            index of an Indexed Job, in place of `node_rank` and, by the Pod's name, of `address`.
         limit_s: how long to wait until GANG_CONFIG_DIR lists all Pods.
 
     Raises:
@@ -118,7 +118,9 @@ def find_gang(
     lws, pet = env.LWS_GROUP_SIZE.get(), env.PET_NNODES.get()
     launcher = find_launcher() if nodes is None and pet is None and lws is None else None
     if nodes is not None:
-        rank = env.JOB_COMPLETION_INDEX.get() if node_rank is None else node_rank
+        index = env.JOB_COMPLETION_INDEX.get()
+        rank = index if node_rank is None else node_rank
+        address = address or _first_of_job(index)
         found = Gang("options", nodes, -1 if rank is None else rank, address or "", port, env.GANG_ID.get())
     elif folder := env.GANG_CONFIG_DIR.get():
         found = _listed_gang(Path(folder), limit_s)
@@ -138,6 +140,12 @@ def find_gang(
             "allowed: nodes from 0 on, and the address of the first"
         )
     return found
+
+
+def _first_of_job(index: int | None) -> str:
+    """The name of the first Pod of an Indexed Job with a Service, or of a JobSet's Job: names end with the index."""
+    host, _, domain = socket.getfqdn().partition(".")
+    return f"{host.removesuffix(f'-{index}')}-0.{domain}" if domain and host.endswith(f"-{index}") else ""
 
 
 def _natural(variable: env.Variable[int | None]) -> int:
