@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -220,6 +221,7 @@ def test_prolog_drains_a_node_with_a_fault_and_no_other(tmp_path: Path) -> None:
         assert slurm.states()["node-a"] == "idle"
         # As HealthCheckProgram: it resumes a node that passes, if it has itself drained it.
         slurm.run("scontrol", "update", "NodeName=node-c", "State=DRAIN", "Reason=memory is exchanged")
+        shutil.rmtree(slurm.hosts["node-b"].path("/opt/node"))
         healthy("hgx-h100").write(slurm.hosts["node-b"].path("/opt/node"))
         for name in ("node-b", "node-c"):
             host = slurm.hosts[name]
