@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -57,7 +56,6 @@ def run_gang(cluster: Cluster, break_host: Break | None, *, absent: str = "") ->
         break_host(hosts["pod-1"])
     words = ["hybrid-ep", "preflight", "--profile=/etc/site.yaml", f"--bench-options={BENCH}", "--ctrf=/tmp/ctrf.json"]
     variables = {"GANG_ID": "gang", "GANG_CONFIG_DIR": "/etc/preflight", "LC_ALL": "C.UTF-8"}
-    variables["PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
     variables["GANG_TIMEOUT_SECONDS"] = "20" if absent else "120"
     started = {
         name: host.start(words, variables={**variables, "POD_NAME": name}, output=subprocess.DEVNULL)

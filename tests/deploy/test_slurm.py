@@ -7,7 +7,6 @@ node.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -225,7 +224,7 @@ def test_prolog_drains_a_node_with_a_fault_and_no_other(tmp_path: Path) -> None:
         healthy("hgx-h100").write(slurm.hosts["node-b"].path("/opt/node"))
         for name in ("node-b", "node-c"):
             host = slurm.hosts[name]
-            variables = {"SLURMD_NODENAME": name, "LC_ALL": "C.UTF-8", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+            variables = {"SLURMD_NODENAME": name, "LC_ALL": "C.UTF-8"}
             assert host.start([str(ROOT / "slurm/prolog.sh")], variables=variables).wait() == 0
         slurm.await_state("idle", "node-b")
         assert slurm.states()["node-c"] == "drained"
