@@ -13,6 +13,7 @@ and names of jobs, never commands. The library is started only as a command, so 
 
 from __future__ import annotations
 
+import http.client
 import json
 import math
 import os
@@ -397,7 +398,7 @@ class _Client:
                 return order
             except urllib.error.HTTPError as error:
                 raise ConfigError(f"{self._url} refuses: {error.read(500).decode(errors='replace')}") from error
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, http.client.HTTPException) as error:  # also an answer that is cut off
                 if time.monotonic() > deadline:
                     where = f"{self._gang.name_of(0)} at {self._gang.address} port {self._gang.port}"
                     raise _Lost(f"{where} does not answer within {patience_s:g} s: {error}") from error
@@ -624,6 +625,10 @@ def preflight(
     except ConfigError as error:
         log(f"unknown: {error}")
         raise
+    except Exception as error:  # nothing that goes wrong here may look like a fault of the host
+        log(said := f"unknown: internal error: {type(error).__name__}: {error}")
+        click.echo(said, err=True)
+        raise click.exceptions.Exit(2) from error
     report = replace(host.report, results=(*host.report.results, *of_gang))
     status, verdict = _verdict(host.report, gang, of_gang)
     if as_json:

@@ -50,7 +50,7 @@ BREAKS: list[tuple[str, str, str, str, Any]] = [
     ("gpu-limit", f"{W0}.resources.requests['{GPUS}']", "single-node", f"{W0}.resources.requests", {GPUS: 4}),
     *(
         ("ipc-lock", f"{W0}.securityContext.capabilities.add", each, f"{W0}.securityContext.capabilities.add", None)
-        for each in ("infiniband", "roce-sriov", "eks-efa", "gke", "aks-infiniband")
+        for each in ("infiniband", "roce-sriov", "gke", "aks-infiniband")
     ),
     ("shared-memory", f"{W0}.volumeMounts", "cpu", f"{W0}.volumeMounts[-1]", None),
     ("shared-memory", f"{W0}.volumeMounts", "single-node", f"{W}.volumes[1].emptyDir.medium", None),

@@ -177,6 +177,26 @@ def test_verdict_is_where_kubelet_looks(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("LWS_GROUP_SIZE", "2")
     done = CliRunner().invoke(main, ["preflight", "--termination-log", str(log)])
     assert (done.exit_code, log.read_text()[:34]) == (2, "unknown: LeaderWorkerSet: 2 nodes,")
+    monkeypatch.delenv("LWS_GROUP_SIZE")
+    monkeypatch.setattr(preflight, "_meet", lambda *_: [][0])
+    done = CliRunner().invoke(main, ["preflight", "--termination-log", str(log)])
+    assert (done.exit_code, log.read_text()[:33]) == (2, "unknown: internal error: IndexErr")
+
+
+def test_answer_that_is_cut_off_is_asked_for_again() -> None:
+    """The first host may end while it answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            for body in (b"{", b"{}"):
+                connection, _ = server.accept()
+                with connection:
+                    connection.recv(65536)
+                    connection.sendall(b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\n" + body)
+
+        threading.Thread(target=answer, daemon=True).start()
+        client = preflight._Client(Gang("test", 2, 1, "127.0.0.1", server.getsockname()[1]))
+        assert client.say({"bye": True}, 5.0) == {}
 
 
 def test_changes_are_named_by_what_differs() -> None:
