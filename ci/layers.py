@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # from lower levels only.
 PYTHON: list[list[str]] = [
     ["cli"],
+    ["cluster.preflight"],
     ["cluster.kubernetes", "cluster.validation", "cluster.model"],
     ["cluster.doctor"],
     ["cluster"],

@@ -43,6 +43,11 @@ COMMANDS = {
         "topology",
         "Print or draw how GPUs, NICs and NVLink are connected.",
     ),
+    "preflight": (
+        "hybrid_ep.cluster.preflight",
+        "preflight",
+        "Check the hosts of a job with MoE traffic before it starts.",
+    ),
     "k8s": (
         "hybrid_ep.cluster.kubernetes.command",
         "k8s",

@@ -22,7 +22,11 @@ __all__ = [
     "CONTAINER",
     "ELASTIC_BUFFER",
     "ENGINE",
+    "GANG_CONFIG_DIR",
+    "GANG_ID",
+    "GANG_TIMEOUT_SECONDS",
     "GID_INDEX",
+    "JOB_COMPLETION_INDEX",
     "KUBERNETES_HOST",
     "KUBERNETES_PORT",
     "LOCAL_RANK",
@@ -30,6 +34,9 @@ __all__ = [
     "LOOPBACK_RATE",
     "LOST_RANKS",
     "LOW_LATENCY_BETWEEN",
+    "LWS_GROUP_SIZE",
+    "LWS_LEADER_ADDRESS",
+    "LWS_WORKER_INDEX",
     "MASTER_ADDR",
     "MASTER_PORT",
     "MAX_TIMEOUT_S",
@@ -41,6 +48,10 @@ __all__ = [
     "NODE_NAME",
     "NUM_RANKS_PER_DOMAIN",
     "NVML_STUB",
+    "PET_MASTER_ADDR",
+    "PET_NNODES",
+    "PET_NODE_RANK",
+    "POD_NAME",
     "POOL_SLOTS",
     "QUEUE_PAIRS",
     "RANK",
@@ -62,6 +73,7 @@ __all__ = [
     "VISIBLE_DEVICES",
     "WORLD_SIZE",
     "Variable",
+    "environment_without",
 ]
 
 T = TypeVar("T")
@@ -435,6 +447,41 @@ KUBERNETES_HOST = Variable("KUBERNETES_SERVICE_HOST", "", str, "a host name or a
 KUBERNETES_PORT = Variable("KUBERNETES_SERVICE_PORT", 443, _positive_int, "a port", "The port of the API server.")
 NODE_NAME = Variable("NODE_NAME", "", str, "a node's name", "The Kubernetes node that this Pod runs on.")
 
+# Set in the Pods of a gang, by what starts them: where `hybrid-ep preflight` meets the gang's other nodes.
+GANG_ID = Variable("GANG_ID", "", str, "any text", "The gang's name, set by NVSentinel's preflight.")
+GANG_CONFIG_DIR = Variable(
+    "GANG_CONFIG_DIR", "", str, "a folder", "Files that list the gang's Pods, mounted by NVSentinel's preflight."
+)
+GANG_TIMEOUT_SECONDS = Variable(
+    "GANG_TIMEOUT_SECONDS",
+    600.0,
+    _seconds,
+    "a number of seconds > 0 and ≤ 10000000",
+    "How long the nodes of a gang wait for each other, set by NVSentinel's preflight.",
+)
+POD_NAME = Variable("POD_NAME", "", str, "a Pod's name", "This Pod's name, by which GANG_CONFIG_DIR lists it.")
+LWS_LEADER_ADDRESS = Variable(
+    "LWS_LEADER_ADDRESS", "", str, "a host name or address", "The first Pod of a LeaderWorkerSet's group."
+)
+LWS_GROUP_SIZE: Variable[int | None] = Variable(
+    "LWS_GROUP_SIZE", None, _positive_int, "an integer ≥ 1", "Pods of a LeaderWorkerSet's group."
+)
+LWS_WORKER_INDEX: Variable[int | None] = Variable(
+    "LWS_WORKER_INDEX", None, _natural, "an integer ≥ 0", "This Pod's place in a LeaderWorkerSet's group."
+)
+PET_NNODES: Variable[int | None] = Variable(
+    "PET_NNODES", None, _positive_int, "an integer ≥ 1", "torchrun's --nnodes, set by Kubeflow's Trainer."
+)
+PET_NODE_RANK: Variable[int | None] = Variable(
+    "PET_NODE_RANK", None, _natural, "an integer ≥ 0", "torchrun's --node-rank, set by Kubeflow's Trainer."
+)
+PET_MASTER_ADDR = Variable(
+    "PET_MASTER_ADDR", "", str, "a host name or address", "torchrun's --master-addr, set by Kubeflow's Trainer."
+)
+JOB_COMPLETION_INDEX: Variable[int | None] = Variable(
+    "JOB_COMPLETION_INDEX", None, _natural, "an integer ≥ 0", "This Pod's index in an Indexed Job or a JobSet's Job."
+)
+
 # Set in containers by what runs them.
 CONTAINER = Variable("container", "", str, "any text", "Set by podman and systemd inside a container.")
 VISIBLE_DEVICES = Variable(
@@ -485,6 +532,17 @@ VARIABLES: tuple[Variable[Any], ...] = (
     KUBERNETES_HOST,
     KUBERNETES_PORT,
     NODE_NAME,
+    GANG_ID,
+    GANG_CONFIG_DIR,
+    GANG_TIMEOUT_SECONDS,
+    POD_NAME,
+    LWS_LEADER_ADDRESS,
+    LWS_GROUP_SIZE,
+    LWS_WORKER_INDEX,
+    PET_NNODES,
+    PET_NODE_RANK,
+    PET_MASTER_ADDR,
+    JOB_COMPLETION_INDEX,
     CONTAINER,
     VISIBLE_DEVICES,
     CHECKS_ONLY,
@@ -499,3 +557,9 @@ VARIABLES: tuple[Variable[Any], ...] = (
     TARGET_ROOT,
     CMAKE_ARGS,
 )
+
+
+def environment_without(*variables: Variable[Any], prefixes: tuple[str, ...] = ()) -> dict[str, str]:
+    """This process's environment for a program that must not see these variables, or those with such a prefix."""
+    hidden = {variable.name for variable in variables}
+    return {name: value for name, value in os.environ.items() if name not in hidden and not name.startswith(prefixes)}

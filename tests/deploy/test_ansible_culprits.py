@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,3 +94,31 @@ def test_jobs_after_the_pairs_leave_both_out(fleet: Fleet, tested: Play) -> None
     job = json.loads(fleet.results("jobs/all.json").read_text())
     assert sorted(job["hosts"]) == ["node-a", "node-b", "node-c"]
     assert job["status"] == "pass", tested.output
+
+
+def test_nodes_that_fail_together_are_halved_until_one_is_named(tmp_path: Path) -> None:
+    """Jobs fail wherever node-b takes part; no pairs are tested before."""
+    require(not missing_prerequisites(), ", ".join(missing_prerequisites()))
+    require_programs("sshd", "/usr/bin/mpirun", "ansible-playbook")
+    mpirun = '#!/bin/sh\ncase "$*" in *node-b:*) echo NCCL error >&2; exit 1 ;; esac\nexec /usr/bin/mpirun "$@"\n'
+    nodes = [f"node-{letter}" for letter in "abcd"]
+    with Fleet({name: healthy("cpu") for name in nodes}, build_stub(tmp_path), {"/opt/mpirun": mpirun}) as fleet:
+        fleet.write_inventory(
+            names_of({"cpu": nodes}),
+            doctor_profile="cpu",
+            jobs_ranks_per_node=1,
+            jobs_experts=4,
+            jobs_bench_options=BENCH.split(),
+            jobs_poll_s=1,
+            jobs_mpirun=["/opt/mpirun"],
+            jobs_pairs=False,
+            nvlink_bandwidth=False,
+        )
+        assert fleet.play("validate.yml").code == 0
+        played = fleet.play("test_jobs.yml", limit_s=480)
+        report = json.loads(fleet.results("report/report.json").read_text())
+    unfit = {node["name"]: [item["id"] for item in node["problems"]] for node in report["nodes"] if not node["fit"]}
+    assert unfit == {"node-b": ["jobs.bisected"]}, played.output
+    jobs = {job["name"]: (job["hosts"], job["status"]) for job in report["jobs"]}
+    assert jobs["all"] == (nodes, "fail")
+    assert (["node-a", "node-c", "node-d"], "pass") in jobs.values()  # a second cause would have shown

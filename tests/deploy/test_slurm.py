@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -217,3 +218,13 @@ def test_prolog_drains_a_node_with_a_fault_and_no_other(tmp_path: Path) -> None:
         reason = slurm.run("sinfo", "--noheader", "--nodes=node-b", "--format=%E")
         assert reason.startswith("hybrid-ep doctor: nvlink.links")
         assert slurm.states()["node-a"] == "idle"
+        # As HealthCheckProgram: it resumes a node that passes, if it has itself drained it.
+        slurm.run("scontrol", "update", "NodeName=node-c", "State=DRAIN", "Reason=memory is exchanged")
+        shutil.rmtree(slurm.hosts["node-b"].path("/opt/node"))
+        healthy("hgx-h100").write(slurm.hosts["node-b"].path("/opt/node"))
+        for name in ("node-b", "node-c"):
+            host = slurm.hosts[name]
+            variables = {"SLURMD_NODENAME": name, "LC_ALL": "C.UTF-8"}
+            assert host.start([str(ROOT / "slurm/prolog.sh")], variables=variables).wait() == 0
+        slurm.await_state("idle", "node-b")
+        assert slurm.states()["node-c"] == "drained"

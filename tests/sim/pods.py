@@ -31,7 +31,9 @@ def checkout_image(*, open_mpi: int = 4) -> Image:
     """
     environment = Path(sys.prefix)
     commands = ["hybrid-ep", "torchrun", *(("mpirun", "prterun", "prted") if open_mpi == 5 else ())]
-    files = {f"/usr/local/bin/{name}": f'#!/bin/sh\nexec {environment}/bin/{name} "$@"\n' for name in commands}
+    # The package of this checkout, also where another one is installed in the environment.
+    start = f"#!/bin/sh\nPYTHONPATH={ROOT} exec {environment}/bin"
+    files = {f"/usr/local/bin/{name}": f'{start}/{name} "$@"\n' for name in commands}
     return Image(files=files, visible=(ROOT, environment, Path(sys.base_prefix).resolve()))
 
 

@@ -294,3 +294,13 @@ def test_command_starts_without_schemas_and_torch() -> None:
     code = "from hybrid_ep.cluster.kubernetes import command"
     code += "; import sys; print({'kubernetes_validate', 'torch'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
+def test_placeholders_are_one_note(tmp_path: Path) -> None:
+    text = (
+        "apiVersion: batch/v1\nkind: Job\nmetadata: {name: a}\nspec: {completions: '${N}', parallelism: '${N}', TAIL}\n"
+    )
+    (tmp_path / "a.yaml").write_text(text.replace("TAIL", "template: {spec: {containers: [], restartPolicy: Never}}"))
+    (only,) = check([tmp_path / "a.yaml"]).problems
+    assert (only.rule, only.level, only.line) == ("placeholders", Level.HINT, 4)
+    assert only.message.startswith("'${N}' and 1 more: ")

@@ -30,7 +30,17 @@ from hybrid_ep.cluster.kubernetes import api, node
 from hybrid_ep.cluster.kubernetes.api import ApiServer, ConflictError, NodeError
 from hybrid_ep.cluster.kubernetes.kernel_log import keep_kernel_log
 from hybrid_ep.cluster.kubernetes.metrics import Metrics, serve
-from hybrid_ep.cluster.kubernetes.node import CONDITION, LABEL, MEMORY, UNDER_LOAD, Marking, fault_type, mark_node
+from hybrid_ep.cluster.kubernetes.node import (
+    ACCEPTED,
+    CHANGED,
+    CONDITION,
+    LABEL,
+    MEMORY,
+    UNDER_LOAD,
+    Marking,
+    fault_type,
+    mark_node,
+)
 from hybrid_ep.errors import ConfigError
 from tests.prerequisites import require_programs
 from tests.sim.scenario import load_scenarios
@@ -182,6 +192,24 @@ def test_silent_doctor_leaves_faults_and_sends_one_event(server: Server) -> None
         mark_node(server.api, "n1", NodeError("it did not end"), NOON)
     assert conditions_of(server) == {fault_type("gpu.check0"): "True"}
     assert [event["reason"] for event in server.events] == ["HybridEPFaultConfirmed", "HybridEPNoReport"]
+
+
+def test_change_since_the_node_was_accepted_is_an_event(server: Server) -> None:
+    seen = []
+    for status, driver in (
+        (Status.FAIL, "1"),
+        (Status.PASS, "1"),
+        (Status.PASS, "1"),
+        (Status.PASS, "2"),
+        (Status.PASS, "2"),
+    ):
+        mark_node(server.api, "n1", replace(report(status), facts={"driver": driver}), NOON, Marking(changes=True))
+        types = {each["type"]: each["status"] for each in server.node["status"]["conditions"]}
+        seen.append((ACCEPTED in server.node["metadata"].get("annotations", {}), types.get(CHANGED)))
+    assert seen == [(False, None), (True, None), (True, "False"), (True, "True"), (True, "True")]
+    assert [event["reason"] for event in server.events].count("HybridEPNodeChanged") == 1
+    assert server.events[-1]["message"].startswith("drift.driver: 1 → 2 (expected as it was")
+    assert server.node["metadata"]["labels"][LABEL] == "pass"  # a change is no fault
 
 
 def test_taint_comes_with_a_fault_and_goes_with_a_pass(server: Server) -> None:

@@ -9,6 +9,7 @@ import copy
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from hybrid_ep.cluster.kubernetes.check import check
 from hybrid_ep.cluster.kubernetes.command import k8s
 from hybrid_ep.cluster.kubernetes.manifest import Level, load
 from hybrid_ep.cluster.kubernetes.schema import kubernetes_versions
+from hybrid_ep.cluster.preflight import preflight
 from hybrid_ep.env import VARIABLES
 from hybrid_ep.errors import ConfigError
 from tests.prerequisites import require_programs
@@ -48,7 +50,7 @@ BREAKS: list[tuple[str, str, str, str, Any]] = [
     ("gpu-limit", f"{W0}.resources.requests['{GPUS}']", "single-node", f"{W0}.resources.requests", {GPUS: 4}),
     *(
         ("ipc-lock", f"{W0}.securityContext.capabilities.add", each, f"{W0}.securityContext.capabilities.add", None)
-        for each in ("infiniband", "roce-sriov", "eks-efa", "gke", "aks-infiniband")
+        for each in ("infiniband", "roce-sriov", "gke", "aks-infiniband")
     ),
     ("shared-memory", f"{W0}.volumeMounts", "cpu", f"{W0}.volumeMounts[-1]", None),
     ("shared-memory", f"{W0}.volumeMounts", "single-node", f"{W}.volumes[1].emptyDir.medium", None),
@@ -333,13 +335,13 @@ def test_runtime_class_reaches_every_pod_that_sees_gpus(overlay: str, tmp_path: 
 
 
 def test_components_of_the_node_doctor_fit_together(tmp_path: Path) -> None:
-    components = ["node-doctor-taint", "node-doctor-kernel-log", "node-doctor-pairs"]
+    components = ["node-doctor-taint", "node-doctor-changes", "node-doctor-kernel-log", "node-doctor-pairs"]
     built = site_build(tmp_path, "node-doctor", *components)
     reporter, sidecar = pod(built["DaemonSet"])["containers"]
     assert sidecar["image"] == reporter["image"]
     assert reporter["image"].endswith("-doctor")
     mark = k8s.commands["mark-node"].make_context("mark-node", list(reporter["args"]))
-    assert mark.params["taint"] == "NoSchedule"
+    assert (mark.params["taint"], mark.params["changes"]) == ("NoSchedule", True)
     doctor = cli_doctor.make_context("doctor", list(mark.params["doctor_options"]))
     keeps = k8s.commands["kernel-log"].make_context("kernel-log", sidecar["command"][3:])
     assert doctor.params["kernel_log"] == keeps.params["place"]
@@ -353,6 +355,38 @@ def test_components_of_the_node_doctor_fit_together(tmp_path: Path) -> None:
     assert active["image"] == bench["image"]  # both need torch
     assert bench["command"][2] == "--nproc-per-node=8"
     assert active["resources"]["limits"]["nvidia.com/gpu"] == bench["resources"]["limits"]["nvidia.com/gpu"] == 8
+
+
+def test_domains_by_topograph_and_imex_of_the_host(tmp_path: Path) -> None:
+    built = site_build(tmp_path, "gb200-mnnvl", "topograph", "host-imex")
+    (term,) = worker(built["MPIJob"])["affinity"]["podAffinity"][REQUIRED]
+    assert term["topologyKey"] == "accelerator.topograph.run/domain"
+    assert "ComputeDomain" not in built
+    assert {"name": "NVIDIA_IMEX_CHANNELS", "value": "0"} in worker(built["MPIJob"])["containers"][0]["env"]
+
+
+def containers_in(tree: Tree) -> Iterator[Tree]:
+    """Whatever has a command or arguments, at any depth."""
+    if isinstance(tree, dict) and {"command", "args"} & tree.keys():
+        yield tree
+    for below in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+        yield from containers_in(below)
+
+
+@pytest.mark.parametrize("file", sorted((K8S / "preflight").iterdir()), ids=lambda file: file.stem)
+def test_examples_start_the_preflight_with_options_that_it_has(file: Path) -> None:
+    found = []
+    for tree in yaml.safe_load_all(file.read_text()):
+        for each in containers_in(tree):
+            words = [*each.get("command", []), *each.get("args", [])]
+            if words[:2] == ["hybrid-ep", "preflight"]:
+                found.append(preflight.make_context("preflight", words[2:]).params)
+            elif words[0] == "/bin/bash":
+                (options,) = (entry["value"] for entry in each["env"] if entry["name"] == "PREFLIGHT_OPTIONS")
+                found.append(preflight.make_context("preflight", options.split()).params)
+    assert [params["bench_options"] for params in found] == ["--device=cuda"]
+    if file.name != "nvsentinel-values.yaml":  # values of a chart, and no objects
+        assert {problem.rule for problem in check([file]).problems} <= {"unknown-kind"}
 
 
 def test_both_kinds_of_job_fit_into_one_namespace() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 import tracemalloc
 from collections import Counter
+from collections.abc import Callable, Iterable
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from hypothesis import strategies as st
 from hybrid_ep.cli import main
 from hybrid_ep.cluster.doctor import Status
 from hybrid_ep.cluster.doctor.compare import compare
+from hybrid_ep.cluster.validation.bisection import Bisection, Run, bisect
 from hybrid_ep.cluster.validation.causes import OTHER, cause_of
 from hybrid_ep.cluster.validation.cluster import Cluster, load_cluster
 from hybrid_ep.cluster.validation.formats import to_markdown
@@ -326,3 +330,67 @@ def test_rounds_refuse_a_host_given_twice_and_no_rounds() -> None:
     assert (done.exit_code, "host 'a' is given twice" in done.stderr) == (2, True)
     with pytest.raises(ConfigError, match="rounds is 0; allowed: 1 or more"):
         rounds(names(3), 0)
+
+
+def halve(hosts: list[str], domain_of: dict[str, str], fails: Callable[[Iterable[str]], bool]) -> tuple[int, Bisection]:
+    """Runs rounds until there is no next one; returns how many, and what was found."""
+    runs, num_rounds = [Run(frozenset(hosts), not fails(hosts))], 0
+    while (found := bisect(hosts, domain_of, runs)).next_round:
+        busy = [host for part in found.next_round for host in part]
+        assert len(busy) == len(set(busy))  # no host is in two jobs at once
+        assert min(map(len, found.next_round)) > 1
+        runs += [Run(frozenset(part), not fails(part)) for part in found.next_round]
+        num_rounds += 1
+    return num_rounds, found
+
+
+@pytest.mark.parametrize("fault", ["one host", "two hosts", "three hosts", "pair"])
+@pytest.mark.parametrize(("num_hosts", "of_domain"), [(8, 1), (64, 1), (64, 8), (512, 1), (512, 16)])
+def test_halves_find_the_hosts_or_the_pair(num_hosts: int, of_domain: int, fault: str) -> None:
+    """Faulty hosts fail only with traffic that leaves the domain, so that a job inside it tells nothing."""
+    draw = random.Random(f"{num_hosts} {of_domain} {fault}")
+    hosts = names(num_hosts)
+    domain_of = {host: f"domain {place // of_domain}" for place, host in enumerate(hosts)}
+    for _ in range(3 if num_hosts == 512 else 20):
+        bad = set(draw.sample(hosts, {"one host": 1, "three hosts": 3}.get(fault, 2)))
+
+        def fails(part: Iterable[str], bad: set[str] = bad) -> bool:
+            if fault == "pair":
+                return bad <= {*part}
+            return bool(bad & {*part}) and len({domain_of[host] for host in part}) > 1
+
+        num_rounds, found = halve(hosts, domain_of, fails)
+        assert num_rounds <= 2 * math.log2(num_hosts)
+        assert {*found.blamed} == (set() if fault == "pair" else bad)
+        assert [{*some} for some in found.together] == ([bad] if fault == "pair" else [])
+        assert found.undecided == []
+
+
+def test_halves_that_all_fail_blame_no_host() -> None:
+    hosts = names(8)
+    assert halve(hosts, {}, lambda part: True)[1] == Bisection([], [], [], hosts)
+    # A fault that only large jobs show is none of a pair.
+    assert halve(hosts, {}, lambda part: len({*part}) > 6)[1].blamed == []
+
+
+@pytest.mark.parametrize("bad", [["c"], ["b", "e"]], ids=["a host", "a pair"])
+def test_rounds_of_halves_end_in_the_report(results: Path, bad: list[str]) -> None:
+    """All pairs pass, and all hosts together fail: the commands that playbooks and Slurm call find out why."""
+    pairs(results)
+
+    def run(name: str, hosts: list[str]) -> None:
+        write_job(results, name, "group", hosts, **(failed() if {*bad} <= {*hosts} else {}))
+
+    run("all", HOSTS)
+    for _ in range(9):
+        done = CliRunner().invoke(main, ["validation", "bisect", str(results)])
+        assert done.exit_code == 0, done.output
+        for name, *hosts in map(str.split, done.stdout.splitlines()):
+            run(name, hosts)
+    assert done.stdout == ""
+    cluster = load_cluster(results)
+    assert unfit(cluster) == ({"c": ["jobs.bisected"]} if bad == ["c"] else {})
+    found = [result.seen for result in cluster.findings.results if result.status is Status.FAIL]
+    assert found == ([] if bad == ["c"] else [f"b, e: they fail together, and pass with others: {CRASH}"])
+    assert "without it: ended with 139" in cluster.to_dos()[0].seen or cluster.to_dos()[0].result.id == "jobs.together"
+    assert ("jobs.bisected" if bad == ["c"] else "jobs.together") in to_html(cluster, results)

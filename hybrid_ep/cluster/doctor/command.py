@@ -93,6 +93,11 @@ def _never_a_verdict(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--junit", type=_FILE, help="Also write the report as JUnit XML.")
 @click.option("--record", type=_FILE, help="Also write everything that was read, for a replay.")
 @click.option(
+    "--against",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Also warn of what has changed since --record wrote this file.",
+)
+@click.option(
     "--state", type=RegularFile(), help="Keep counters in this file, to find those that rose since the last run."
 )
 @click.option(
@@ -132,6 +137,7 @@ def doctor(
     replay: Path | None,
     junit: Path | None,
     record: Path | None,
+    against: Path | None,
     state: Path | None,
     kernel_log: Path | None,
     asked_at: float | None,
@@ -151,7 +157,7 @@ def doctor(
         live |= {"--active": active or None, "--sysroot": None if sysroot == Path("/") else sysroot}
         if given := [name for name, value in live.items() if value is not None]:
             raise click.UsageError(f"--replay with {', '.join(given)}, which need a live node; allowed: without")
-        report = _replayed(replay, profile, Selection(groups, ids, quick))
+        report = _with_drift(_replayed(replay, profile, Selection(groups, ids, quick)), against, profile)
         _show(context, report, as_json, {junit: to_junit(report)}, accept_unknown=accept_unknown)
     exchange = {"asked_s": asked_at, "started_s": round(time.time(), 3)} if asked_at is not None else {}
     selection = Selection(groups, ids, quick)
@@ -166,6 +172,7 @@ def doctor(
         recorded = recording_of(node) if record is not None else None
     if active:
         report = _with_active(report, expected, sysroot, burn_seconds)
+    report = _with_drift(report, against, profile)
     report.facts.update(exchange)
     if memory is not None:
         memory.save()
@@ -208,6 +215,16 @@ def _replayed(file: Path, profile: str | None, selection: Selection) -> Report:
             name, source = (given.name, "given") if given else propose(node)
             # Two readings are as far apart as those of the recorded node.
             return examine(node, given or load_profile(name), source, selection, wait=lambda since: 1.0)
+
+
+def _with_drift(report: Report, against: Path | None, profile: str | None) -> Report:
+    """The report with what differs from a recording of the same node, judged by the same profile."""
+    if against is None:
+        return report
+    from hybrid_ep.cluster.doctor.drift import changes
+
+    accepted = _replayed(against, profile, Selection((), ("driver.version",), True))
+    return replace(report, results=report.results + changes(accepted.facts, report.facts))
 
 
 def _with_active(report: Report, profile: Profile, sysroot: Path, seconds: float) -> Report:

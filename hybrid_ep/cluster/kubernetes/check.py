@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -27,10 +28,12 @@ __all__ = ["LEFT_TO_THE_SERVER", "SILENCE", "CheckResult", "check", "known_rules
 SILENCE = "ignore.hybrid-ep/"  # an annotation of an object: this, the rule's id, and the reason as its value
 # What the command says when it ends.
 LEFT_TO_THE_SERVER = "values of fields, names and objects that others refer to (kubectl apply --dry-run=server)"
+_PLACEHOLDER = re.compile(r"'[^']*\$\{\w+[^']*\}[^']*' ")  # begins the message of a field with one
 _LADDER = {
     "build": "The source can be read or built, and holds an object.",
     "schema": "The object fits its schema, with unknown fields closed.",
     "unknown-kind": "There is a schema for the object's kind; without one only its Pods are checked.",
+    "placeholders": "Fields hold values, and no placeholders of a template such as ${NODES}.",
     "silence": "An annotation that silences a rule names one and gives a reason.",
 }
 
@@ -128,11 +131,18 @@ def check(
 def _check_build(build: list[Manifest], kubernetes: str) -> Iterator[Problem]:
     """Schemas of every object, then the rules over those that fit; they are compared with each other if all fit."""
     problems: list[Problem] = []
-    sound = []
+    sound, unfilled = [], []
     for manifest in build:
-        problems += (found := list(check_schema(manifest, kubernetes)))
+        found = list(check_schema(manifest, kubernetes))
         if all(problem.level is not Level.ERROR for problem in found):
             sound.append(manifest)
+        unfilled += [problem for problem in found if _PLACEHOLDER.match(problem.message)]
+        problems += [problem for problem in found if not _PLACEHOLDER.match(problem.message)]
+    if unfilled:
+        more = f" and {len(unfilled) - 1} more" if len(unfilled) > 1 else ""
+        what = unfilled[0].message.partition(" is not ")[0]
+        message = f"{what}{more}: only the schema of these objects is checked; allowed: values, as envsubst writes them"
+        problems.append(replace(unfilled[0], rule="placeholders", message=message, level=Level.HINT))
     for manifest in joined(sound) if len(sound) == len(build) else sound:
         problems += check_rules(manifest)
     known, reasons = known_rules(), {manifest.name: _reasons(manifest) for manifest in build}

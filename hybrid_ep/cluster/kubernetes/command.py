@@ -129,6 +129,11 @@ def _counted(count: int, what: str) -> str:
 )
 @click.option("--remember", is_flag=True, help="Keep the doctor's counters in an annotation of the node.")
 @click.option(
+    "--changes",
+    is_flag=True,
+    help="Keep the facts of a node that passes in an annotation, and report when they change.",
+)
+@click.option(
     "--under-load", is_flag=True, help="Run the active checks of the doctor, which have a condition of their own."
 )
 @click.argument("doctor_options", nargs=-1, type=click.UNPROCESSED)
@@ -139,13 +144,15 @@ def mark_node_command(
     metrics_port: int | None,
     taint: str | None,
     remember: bool,
+    changes: bool,
     under_load: bool,
     doctor_options: tuple[str, ...],
 ) -> None:
     """Run the doctor and write its findings to this Pod's node: conditions, a label, events.
 
     The condition HybridEPFit is the verdict. Each fault has a condition of its own. If the doctor gives no report, the
-    verdict is unknown. With --under-load a fault makes the exit status 1, so that a job can stop there.
+    verdict is unknown. With --changes the condition HybridEPChanged and an event say what differs since the node first
+    passed. With --under-load a fault makes the exit status 1, so that a job can stop there.
 
     The options of `hybrid-ep doctor` are taken too, e.g. --profile hgx-h100. NODE_NAME must be set, and the service
     account must be allowed to get and patch nodes and to create events.
@@ -162,7 +169,7 @@ def mark_node_command(
         raise click.UsageError("--metrics-port without --every; allowed: together")
     if under_load and remember:
         raise click.UsageError("--remember with --under-load; allowed: one of them, as load makes counters rise")
-    marking = Marking(UNDER_LOAD if under_load else CONDITION, taint or "")
+    marking = Marking(UNDER_LOAD if under_load else CONDITION, taint or "", changes=changes)
     metrics = Metrics(node, every or 0.0)
     if metrics_port is not None:
         serve(metrics_port, metrics)

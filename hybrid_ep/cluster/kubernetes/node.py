@@ -25,10 +25,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from hybrid_ep.cluster.doctor.drift import FACTS, changes
 from hybrid_ep.cluster.doctor.model import Report, Result, Severity, Status
 from hybrid_ep.cluster.kubernetes.api import ApiServer, ConflictError, NodeError
 
 __all__ = [
+    "ACCEPTED",
+    "CHANGED",
     "CONDITION",
     "LABEL",
     "MEMORY",
@@ -44,7 +47,9 @@ __all__ = [
 CONDITION = "HybridEPFit"
 UNDER_LOAD = "HybridEPFitUnderLoad"
 LABEL = "hybrid-ep/doctor"
+CHANGED = "HybridEPChanged"
 MEMORY = "hybrid-ep/doctor-counters"
+ACCEPTED = "hybrid-ep/accepted"
 _DOCTOR_S = 300.0
 _MESSAGE_CHARS = 1024
 _MEMORY_BYTES = 64 << 10  # of the 256 KiB that Kubernetes allows for all annotations of an object
@@ -71,11 +76,13 @@ class Marking:
         condition: `CONDITION`, or `UNDER_LOAD` for findings of the active checks.
         taint: the effect of the taint ``hybrid-ep/doctor=fail`` that an unfit node gets; empty: taints are left alone.
         memory: the doctor's state file after this run, kept in the annotation; empty: the annotation is left alone.
+        changes: whether the node's facts are kept in an annotation when it first passes, and compared with it later.
     """
 
     condition: str = CONDITION
     taint: str = ""
     memory: bytes = b""
+    changes: bool = False
 
 
 def examine_node(options: Sequence[str] = (), *, limit_s: float | None = None) -> Report:
@@ -178,12 +185,20 @@ def mark_node(
     known = {condition["type"]: condition for condition in read.get("status", {}).get("conditions", [])}
     condition = condition_of(found, known.get(marking.condition), now, marking.condition)
     faults = [] if isinstance(found, NodeError) else list(_fault_conditions(found, known, now))
+    annotations = {MEMORY: packed} if (packed := _packed(marking.memory)) else {}
+    if marking.changes and not isinstance(found, NodeError):
+        accepted = _unpacked((read.get("metadata", {}).get("annotations") or {}).get(ACCEPTED, ""))
+        if accepted:
+            faults.append(_changed(json.loads(accepted), found, known.get(CHANGED), now))
+        elif found.status is Status.PASS:
+            facts = {fact.key: found.facts.get(fact.key) for fact in FACTS}
+            annotations[ACCEPTED] = _packed(json.dumps(facts).encode())
     # A strategic merge joins conditions by their type, and leaves those of others alone.
     server.request("PATCH", f"{_path(node)}/status", {"status": {"conditions": [condition, *faults]}}, _MERGE)
     label = _label({**known, marking.condition: condition}, now)
     metadata: dict[str, Any] = {"labels": {LABEL: label.value}}
-    if packed := _packed(marking.memory):
-        metadata["annotations"] = {MEMORY: packed}
+    if annotations:
+        metadata["annotations"] = annotations
     server.request("PATCH", _path(node), {"metadata": metadata}, _MERGE)
     if marking.taint and label is not Status.UNKNOWN:  # a fault that cannot be seen any more may still be there
         _set_taint(server, node, marking.taint if label is Status.FAIL else "")
@@ -230,6 +245,16 @@ def _fault_conditions(
             yield _condition(name, "False", "NotApplicable", message, known[name], now)
 
 
+def _changed(
+    accepted: dict[str, Any], report: Report, known: dict[str, Any] | None, now: datetime.datetime
+) -> dict[str, str]:
+    """Whether the node's facts differ from those with which it was accepted."""
+    changed = [result for result in changes(accepted, report.facts) if result.status is Status.FAIL]
+    message = " | ".join(_line(result) for result in changed) or "as it was when it was accepted"
+    status, reason = ("True", "FactsDiffer") if changed else ("False", "FactsAgree")
+    return _condition(CHANGED, status, reason, message, known, now)
+
+
 def _label(conditions: dict[str, dict[str, Any]], now: datetime.datetime) -> Status:
     """What jobs may rely on. A fault under load counts until it is found gone, or is too old to hold."""
     under_load = conditions.get(UNDER_LOAD, {})
@@ -274,6 +299,9 @@ def _changes(conditions: list[dict[str, str]], known: dict[str, dict[str, Any]])
                 yield "Warning", "HybridEPFaultConfirmed", condition["message"]
             elif condition["status"] == "False" and before != "False":
                 yield "Normal", "HybridEPFaultGone", condition["message"]
+        elif name == CHANGED:
+            if condition["status"] == "True" and known.get(name, {}).get("message") != condition["message"]:
+                yield "Warning", "HybridEPNodeChanged", condition["message"]
         elif condition["reason"] == "NoReport" and known.get(name, {}).get("reason") != "NoReport":
             yield "Warning", "HybridEPNoReport", condition["message"]
 

@@ -20,8 +20,9 @@ from typing import Any
 
 from hybrid_ep._version import __version__
 from hybrid_ep.cluster.doctor.model import Report, Result, Severity, Status
+from hybrid_ep.cluster.validation.bisection import Bisection
 from hybrid_ep.cluster.validation.causes import OTHER, cause_of
-from hybrid_ep.cluster.validation.culprits import GROUP, OF_HOSTS, blame, is_explained
+from hybrid_ep.cluster.validation.culprits import BISECTED, GROUP, OF_HOSTS, bisect_jobs, blame, is_explained, together
 from hybrid_ep.cluster.validation.judge import Job, PairTable, Profiles, judge, judge_by_run, pair_tables
 from hybrid_ep.cluster.validation.results import (
     Host,
@@ -102,6 +103,16 @@ class Cluster:
         """Hosts that the test jobs speak against."""
         return [node.name for node in self.nodes if any(result.group == GROUP for result in node.report.results)]
 
+    @cached_property
+    def bisection(self) -> Bisection:
+        """Of the largest job that failed without a host to blame: whom smaller ones blame, and which come next."""
+        known = {
+            node.name
+            for node in self.nodes
+            if any(result.group == GROUP and result.id != BISECTED for result in node.report.results)
+        }
+        return bisect_jobs(self.jobs, {node.name: node.domain for node in self.nodes}, known)
+
     @property
     def started_text(self) -> str:
         """When it began, for people."""
@@ -144,9 +155,11 @@ def load_cluster(folder: Path) -> Cluster:
     profiles = Profiles()
     jobs = tuple(_job(folder, name, platform_of, profiles) for name in stems(folder, "jobs"))
     jobs = judge_by_run(jobs, platform_of, profiles)
-    blamed = blame(jobs, pair_tables(jobs))
+    blamed = blame(jobs, pair_tables(jobs), {host.name: host.domain for host in inventory.hosts})
     nodes = tuple(_blamed(load_node(folder, host), blamed.get(host.name, [])) for host in inventory.hosts)
-    return Cluster(inventory.title, inventory.started, nodes, _findings(folder, inventory, nodes), jobs)
+    cluster = Cluster(inventory.title, inventory.started, nodes, _findings(folder, inventory, nodes), jobs)
+    results = (*cluster.findings.results, *together(jobs, cluster.bisection))
+    return replace(cluster, findings=replace(cluster.findings, results=results))
 
 
 def _blamed(node: Node, results: list[Result]) -> Node:

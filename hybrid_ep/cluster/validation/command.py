@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from pathlib import Path
 
 import click
@@ -88,6 +90,34 @@ def healthy_command(results: Path, as_json: bool) -> None:
         click.echo(name)
     for item in excluded:
         click.echo(f"excluded {item['host']}: {item['reason']}: {item['remedy']}", err=True)
+
+
+@validation.command("bisect", short_help="Print which hosts are tested together next.")
+@_RESULTS
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with what is known so far.")
+def bisect_command(results: Path, as_json: bool) -> None:
+    """Print the next jobs that find why a job of many hosts failed: a name and its hosts on each line.
+
+    They have no host in common, so they may run at once. Nothing is printed when there is no such job, or nothing more
+    to find: the report then names the hosts. Each job is recorded with --kind group.
+    """
+    try:
+        cluster = load_cluster(results)
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
+    rounds = [int(job.name.split("-")[1]) for job in cluster.jobs if re.fullmatch(r"bisect-\d+-\d+", job.name)]
+    number, found = max(rounds, default=0) + 1, cluster.bisection
+    has_more = number <= 2 * math.log2(max(len(cluster.nodes), 2)) + 2
+    jobs = [
+        {"name": f"bisect-{number}-{place}", "hosts": hosts}
+        for place, hosts in enumerate(found.next_round if has_more else ())
+    ]
+    if as_json:
+        known = {"blamed": found.blamed, "together": found.together, "undecided": found.undecided}
+        click.echo(json.dumps({"jobs": jobs, **known}, indent=2))
+        return
+    for job in jobs:
+        click.echo(" ".join([str(job["name"]), *job["hosts"]]))
 
 
 @validation.command("report", short_help="Write the report of a cluster.")

@@ -2,31 +2,40 @@
 
 A failed job of two hosts blames neither. Several failed jobs blame a host if all of its jobs failed, while its
 partners' other jobs passed. They also blame a host that died in between: its first jobs passed, and its partners failed
-with no other host. A failed job of one host blames that host.
+with no other host. A failed job of one host blames that host. What jobs of many hosts say is found by `bisection`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
 from hybrid_ep.cluster.doctor.model import Result, Severity, Status
+from hybrid_ep.cluster.validation.bisection import Bisection, Run, bisect
 from hybrid_ep.cluster.validation.causes import LATE, SLOW, cause_of
 from hybrid_ep.cluster.validation.judge import Job, PairTable
+from hybrid_ep.report.units import shorten_names
 
-__all__ = ["GROUP", "OF_HOSTS", "blame", "is_explained"]
+__all__ = ["BISECTED", "GROUP", "OF_HOSTS", "bisect_jobs", "blame", "is_explained", "together"]
 
 GROUP = "jobs"  # of the findings of test jobs about a node
-OF_HOSTS = ("jobs.alone", "jobs.failed", "jobs.slow")
+BISECTED = "jobs.bisected"
+OF_HOSTS = ("jobs.alone", "jobs.failed", "jobs.slow", BISECTED)
 _FEWEST_FAILED = 2
 _FEWEST_FAILED_BESIDE_PASSED = 3
 _FEWEST_PAIRS = 3
 _SLOW = 0.7  # of the median of the pairs without the host
 
 
-def blame(jobs: Sequence[Job], tables: Iterable[PairTable]) -> dict[str, list[Result]]:
-    """Host → what test jobs found against it; hosts without findings are not in it."""
+def blame(jobs: Sequence[Job], tables: Iterable[PairTable], domain_of: Mapping[str, str]) -> dict[str, list[Result]]:
+    """Host → what test jobs found against it; hosts without findings are not in it.
+
+    Args:
+        jobs: judged.
+        tables: of their pairs.
+        domain_of: host → NVLink domain, or nothing.
+    """
     found: dict[str, list[Result]] = defaultdict(list)
     for job in jobs:
         if len(job.hosts) == 1 and job.status == "fail":
@@ -37,7 +46,44 @@ def blame(jobs: Sequence[Job], tables: Iterable[PairTable]) -> dict[str, list[Re
             found[host].append(_with_others(host, failed, of_kind))
     for host, (table, best, usual) in _slow(jobs, tables, set(found)).items():
         found[host].append(_slow_result(host, table, best, usual))
+    for host in bisect_jobs(jobs, domain_of, set(found)).blamed:
+        found[host].append(_bisected(host, jobs))
     return found
+
+
+def bisect_jobs(jobs: Sequence[Job], domain_of: Mapping[str, str], known: set[str]) -> Bisection:
+    """What the largest failed job of many hosts, and jobs of fewer of them, blame, and which come next.
+
+    Jobs on hosts that are `known` to be at fault say nothing. Where the largest spans several NVLink domains, neither
+    does a job within one: no row leaves it.
+    """
+    of_many = [job for job in jobs if job.kind == "group" and len(job.hosts) > 1 and job.status in ("pass", "fail")]
+    of_many = [job for job in of_many if not is_explained(job, known)]
+    whole = max((job.hosts for job in of_many if job.status == "fail"), key=len, default=())
+
+    def num_domains(hosts: Iterable[str]) -> int:
+        return len({domain_of.get(host) or host for host in hosts})
+
+    runs = [
+        Run(frozenset(job.hosts), job.status == "pass")
+        for job in of_many
+        if {*job.hosts} <= {*whole} and (num_domains(job.hosts) > 1 or num_domains(whole) == 1)
+    ]
+    return bisect(whole, domain_of, runs)
+
+
+def together(jobs: Sequence[Job], found: Bisection) -> list[Result]:
+    """Hosts that fail together and pass otherwise, and hosts that no job tells apart, as findings between hosts."""
+    sets = [("jobs.together", some, "they fail together, and pass with others") for some in found.together]
+    if found.undecided and len(found.undecided) > 2:
+        sets.append(("jobs.undecided", found.undecided, "no job with one of them passed"))
+    results = []
+    for name, some, what in sets:
+        reason = next((job.reason for job in jobs if job.status == "fail" and {*some} <= {*job.hosts}), "")
+        seen = f"{shorten_names(some, 8)}: {what}: {reason}"
+        where = ("jobs of many hosts pass", "test jobs", cause_of(reason).remedy)
+        results.append(Result(name, "bisection", "jobs of many hosts", Status.FAIL, Severity.ERROR, seen, *where))
+    return results
 
 
 def is_explained(job: Job, blamed: Iterable[str]) -> bool:
@@ -104,6 +150,15 @@ def _alone(job: Job) -> Result:
     title, remedy = "a test job on the host alone", cause_of(job.reason).remedy
     where = ("it ends well", job.log or f"jobs/{job.name}.json", remedy)
     return Result("jobs.alone", GROUP, title, Status.FAIL, Severity.ERROR, f"{job.name}: {job.reason}", *where)
+
+
+def _bisected(host: str, jobs: Sequence[Job]) -> Result:
+    failed = [job for job in jobs if job.kind == "group" and host in job.hosts and job.status == "fail"]
+    smallest = min(failed, key=lambda job: len(job.hosts))
+    seen = f"all {len(failed)} jobs of many hosts with it failed, and the others of these hosts passed without it: "
+    where = ("they pass", smallest.log or f"jobs/{smallest.name}.json", cause_of(smallest.reason).remedy)
+    shown = (Status.FAIL, Severity.ERROR, seen + smallest.reason)
+    return Result(BISECTED, GROUP, "jobs of many hosts", *shown, *where)
 
 
 def _with_others(host: str, failed: list[Job], jobs: Sequence[Job]) -> Result:

@@ -1,4 +1,4 @@
-"""The validation as JUnit XML, as Markdown for a ticket or a merge request, and in a terminal.
+"""The validation as JUnit XML and CTRF, as Markdown for a ticket or a merge request, and in a terminal.
 
 JUnit has a suite for each node, one for findings between nodes, one for the test jobs. In a terminal what to do comes
 first, in a screen or two, even for a thousand nodes.
@@ -6,8 +6,11 @@ first, in a screen or two, even for a thousand nodes.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator, Sequence
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from xml.etree import ElementTree
 
 from rich.console import Group, RenderableType
@@ -21,7 +24,9 @@ from hybrid_ep.cluster.validation.judge import Job
 from hybrid_ep.report.tables import Cell, DataTable
 from hybrid_ep.report.units import shorten_names
 
-__all__ = ["render", "to_junit", "to_markdown"]
+__all__ = ["render", "to_ctrf", "to_junit", "to_markdown"]
+
+_OF_CTRF = {"pass": "passed", "fail": "failed", "warn": "other", "unknown": "skipped"}
 
 
 def to_junit(cluster: Cluster) -> str:
@@ -41,6 +46,37 @@ def to_junit(cluster: Cluster) -> str:
         suite.set("skipped", str(len(skipped)))
         root.append(suite)
     return f"<?xml version='1.0' encoding='utf-8'?>\n{ElementTree.tostring(root, encoding='unicode')}\n"
+
+
+def to_ctrf(reports: Iterable[Report], started_s: float) -> str:
+    """Reports in the Common Test Report Format (ctrf.io): what is unknown is skipped, a warning is "other".
+
+    Args:
+        reports: of hosts, or between them; each is a suite.
+        started_s: Unix time of the start; the end is now.
+    """
+    tests = [
+        {
+            "name": result.id,
+            "status": _OF_CTRF[result.shown_as],
+            "rawStatus": result.shown_as,
+            "duration": 0,  # of a single check it is not known
+            "suite": [report.host, result.group],
+            "message": f"{result.seen}; expected: {result.expected}",
+            "extra": {"source": result.source, "remedy": result.remedy},
+        }
+        for report in reports
+        for result in report.results
+    ]
+    counts = Counter(test["status"] for test in tests)
+    summary = {status: counts[status] for status in ("passed", "failed", "skipped", "pending", "other")}
+    span = {"start": int(started_s * 1000), "stop": int(time.time() * 1000)}
+    results = {
+        "tool": {"name": "hybrid-ep", "version": __version__},
+        "summary": {"tests": len(tests), **summary, **span},
+    }
+    document = {"reportFormat": "CTRF", "specVersion": "0.0.0", "generatedBy": "hybrid-ep"}
+    return json.dumps({**document, "results": {**results, "tests": tests}}, indent=2) + "\n"
 
 
 def _result(job: Job) -> Result:

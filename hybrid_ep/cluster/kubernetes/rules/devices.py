@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from collections.abc import Iterable
 
 from hybrid_ep.cluster.kubernetes.manifest import Level, Manifest, PodTemplate, claim_of, json_path
 from hybrid_ep.cluster.kubernetes.rules.parts import (
@@ -97,17 +98,21 @@ def _compute_domain(manifest: Manifest) -> Found:
 @rule("ipc-lock", Level.WARNING)
 def _ipc_lock(manifest: Manifest) -> Found:
     """A container with RDMA NICs adds the capability IPC_LOCK or is privileged: otherwise the runtime's limit of locked
-    memory holds, which is too small for RDMA on most nodes.
+    memory holds, which is too small for RDMA on most nodes. Nodes with EFA have no such limit.
     """
     for template in manifest.pod_templates():
         of_pod = [annotation for annotation, names in _networks(template).items() if any(map(is_nic, names))]
-        having = [(*each, [*own]) for each in containers(template) if (own := nics(template, each[1]))]
-        of_pod += list(nics(template)) if not having else []
+        having = [(*each, own) for each in containers(template) if (own := _not_efa(nics(template, each[1])))]
+        of_pod += _not_efa(nics(template)) if not having else []
         for path, container, found in having or ([(*main(template), [])] if of_pod else []):
             added = added_capabilities(container)
             if not security(template, container).get("privileged") and not {"IPC_LOCK", "ALL"} & set(added):
                 message = f"{added} with {', '.join([*found, *of_pod])}; allowed with RDMA: a list with IPC_LOCK"
                 yield Finding(f"{path}.securityContext.capabilities.add", message)
+
+
+def _not_efa(names: Iterable[str]) -> list[str]:
+    return [name for name in names if not re.search(r"/efa$|^efa\.", name)]
 
 
 @rule("rdma-files", Level.WARNING)
@@ -225,9 +230,10 @@ def _instance_type(manifest: Manifest) -> Found:
 @rule("shared-memory", Level.WARNING)
 def _shared_memory(manifest: Manifest) -> Found:
     """Ranks, and several GPUs, get /dev/shm as a memory volume of more than 64 MiB: a container runtime gives as much,
-    and NCCL needs more. Its size is below the memory limit, which it counts towards. It is not mounted readOnly.
+    and NCCL needs more. Its size is below the memory limit, which it counts towards. It is not mounted readOnly. Ray's
+    operator gives its Pods one.
     """
-    for template in manifest.pod_templates():
+    for template in manifest.pod_templates() if not manifest.api_version.startswith("ray.io/") else ():
         path, container = main(template)
         ranks = template.role == "Worker" or sum(map(amount, gpus(template, container).values())) > 1
         ranks = ranks or any(runs(container, name) for name in ("torchrun", "hybrid-ep", "vllm", "sglang"))

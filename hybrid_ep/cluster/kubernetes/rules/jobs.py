@@ -123,7 +123,8 @@ _COPIES_ELSEWHERE = r"data-parallel-(address|rank|start-rank|hybrid-lb|external-
 @rule("engine-size", Level.ERROR)
 def _engine_size(manifest: Manifest) -> Found:
     """Engines (vLLM, SGLang, TensorRT-LLM) split and copy a model over no more GPUs than their Pods have, in a
-    LeaderWorkerSet those of one group, and `--nnodes` is the number of these Pods: otherwise they end, or wait forever.
+    LeaderWorkerSet or a role of a RoleBasedGroup those of one group, and `--nnodes` is the number of these Pods:
+    otherwise they end, or wait forever.
     """
     groups = list(manifest.pod_templates())
     for template in groups:
@@ -144,6 +145,8 @@ def _engine_size(manifest: Manifest) -> Found:
             size = int((manifest.spec.get("leaderWorkerTemplate") or {}).get("size", 1))
             first, last = (sum(map(amount, gpus(each, main(each)[1]).values())) for each in (groups[0], groups[-1]))
             has = first + (size - 1) * last
+        elif manifest.kind == "RoleBasedGroup":
+            has *= pods[0] if pods else 0
         else:
             has *= int(nodes) if nodes.isdigit() and "ray" not in said else 0
         if has and max(tensor, experts) * pipeline * copies > has:
@@ -174,6 +177,9 @@ def _pods_of(manifest: Manifest, template: PodTemplate) -> list[int]:
     templates = list(manifest.pod_templates())
     if manifest.kind == "LeaderWorkerSet":
         return [int(manifest.spec["leaderWorkerTemplate"].get("size", 1))]
+    if manifest.kind == "RoleBasedGroup" and (place := re.match(r"\$\.spec\.roles\[(\d+)\]", template.path)):
+        role = manifest.spec["roles"][int(place[1])]  # v1alpha2, and the name that v1alpha1 has
+        return [int((role.get("leaderWorkerPattern") or role.get("leaderWorkerSet") or {}).get("size") or 1)]
     if manifest.kind == "PyTorchJob":
         return [sum(each.num_pods or 0 for each in templates)]
     if manifest.kind == "JobSet":

@@ -72,7 +72,7 @@ def _probe(manifest: Manifest) -> Found:
     """
     for job in _jobs(manifest):
         said = words(job.launcher.container)
-        if any(re.search(r"\b(while|until)\b[^\n]*\b(ssh|mpirun|nc)\b", word) for word in said):
+        if any(re.search(r"\b(while|until)\b[^\n]*(\b(ssh|mpirun|nc)\b|ready)", word) for word in said):
             continue
         policy = job.spec.get("launcherCreationPolicy", "AtStartup")
         if policy != "WaitForWorkersReady":
@@ -139,16 +139,21 @@ def _environment(manifest: Manifest) -> Found:
 
 @rule("mpijob-ssh", Level.ERROR)
 def _ssh(manifest: Manifest) -> Found:
-    """The readinessProbe asks the port that sshd listens on, and sshd's configuration names the keys where
+    """The readinessProbe asks the port that sshd listens on, by TCP, and sshd's configuration names the keys where
     `sshAuthMountPath` puts them: otherwise the worker is never ready, or refuses every login. Without root this is no
     folder of root's: the operator narrows the key's mode under /root/.ssh only.
     """
     for job in _jobs(manifest):
         ports, config = _sshd(job.worker, manifest)
         container = job.worker.container
-        asked = ((container.get("readinessProbe") or {}).get("tcpSocket") or {}).get("port")
+        probe = container.get("readinessProbe") or {}
+        kind = next((kind for kind in ("tcpSocket", "httpGet") if kind in probe), "tcpSocket")
+        asked = (probe.get(kind) or {}).get("port")
         asked = next((each["containerPort"] for each in items(container, "ports") if each.get("name") == asked), asked)
-        if ports and asked is not None and str(asked) not in ports:
+        if ports and kind == "httpGet" and str(asked) in ports:
+            message = f"HTTP on {asked}, where sshd listens; allowed: a tcpSocket probe"
+            yield Finding(f"{job.worker.path}.readinessProbe.httpGet", message)
+        elif ports and kind == "tcpSocket" and asked is not None and str(asked) not in ports:
             message = f"{asked}, and sshd listens on {' and '.join(ports)}; allowed: sshd's port"
             yield Finding(f"{job.worker.path}.readinessProbe.tcpSocket.port", message)
         where = job.spec.get("sshAuthMountPath", "/root/.ssh")
