@@ -22,6 +22,7 @@ __all__ = [
     "CONTAINER",
     "ELASTIC_BUFFER",
     "ENGINE",
+    "FABRIC_PROVIDER",
     "GID_INDEX",
     "KUBERNETES_HOST",
     "KUBERNETES_PORT",
@@ -41,6 +42,7 @@ __all__ = [
     "NODE_NAME",
     "NUM_RANKS_PER_DOMAIN",
     "NVML_STUB",
+    "PKEY_INDEX",
     "POOL_SLOTS",
     "QUEUE_PAIRS",
     "RANK",
@@ -231,10 +233,18 @@ LOG_LEVEL = Variable(
 TRANSPORT = Variable(
     "HYBRID_EP_TRANSPORT",
     "auto",
-    _choice("auto", "verbs", "tcp", "loopback", "nvshmem"),
-    "auto, verbs, tcp, loopback or nvshmem",
+    _choice("auto", "verbs", "libfabric", "tcp", "loopback", "nvshmem"),
+    "auto, verbs, libfabric, tcp, loopback or nvshmem",
     "The transport between domains of the cuda engine. `auto` takes loopback where all ranks are on one host, "
-    "else verbs where every rank has an active RDMA device, else tcp. nvshmem is taken only where it is asked for.",
+    "else verbs where every rank has an active RDMA device, else libfabric where every rank has EFA or Slingshot, "
+    "else tcp. nvshmem is taken only where it is asked for.",
+)
+FABRIC_PROVIDER = Variable(
+    "HYBRID_EP_FABRIC_PROVIDER",
+    "",
+    str,
+    "a provider's name: efa, cxi, tcp, verbs;ofi_rxm or shm",
+    "libfabric: the provider. Unset, it is efa or cxi where the node has such NICs, else tcp.",
 )
 GID_INDEX = Variable(
     "HYBRID_EP_GID_INDEX",
@@ -242,6 +252,13 @@ GID_INDEX = Variable(
     _integer(-1, 255),
     "-1 or an index into the port's GID table",
     "verbs: the GID index of RDMA ports. -1 takes RoCE v2 over IPv4, else RoCE v2, else the first.",
+)
+PKEY_INDEX = Variable(
+    "HYBRID_EP_PKEY_INDEX",
+    -1,
+    _integer(-1, 65535),
+    "-1 or an index into the port's table of partition keys",
+    "verbs: the index of the partition key. -1 takes the first partition in which both ports are full members.",
 )
 SERVICE_LEVEL = Variable(
     "HYBRID_EP_SERVICE_LEVEL",
@@ -283,7 +300,7 @@ TCP_ADDRESS = Variable(
     "",
     str,
     "a numeric IPv4 or IPv6 address of this host",
-    "tcp: the address at which peers reach this rank. Unset, it is the local address of the route to rank 0's host.",
+    "tcp, libfabric over tcp: the address at which peers reach this rank. Unset, it is the local address of the route to rank 0's host.",
 )
 TCP_CONNECTIONS = Variable(
     "HYBRID_EP_TCP_CONNECTIONS",
@@ -460,7 +477,9 @@ VARIABLES: tuple[Variable[Any], ...] = (
     ELASTIC_BUFFER,
     LOG_LEVEL,
     TRANSPORT,
+    FABRIC_PROVIDER,
     GID_INDEX,
+    PKEY_INDEX,
     SERVICE_LEVEL,
     TRAFFIC_CLASS,
     RDMA_MTU,
