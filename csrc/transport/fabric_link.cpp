@@ -40,6 +40,14 @@ struct RemoteMemory {
   RemoteRange window, words, staged;
 };
 
+// What a write takes from where to where.
+struct Piece {
+  const void* memory;
+  size_t num_bytes;
+  fid_mr* region;
+  RemoteRange to;
+};
+
 // A write of a word: the part of a put, or a credit, and its peer. As completion data the peer is the sender.
 struct Tag {
   int peer;
@@ -57,6 +65,7 @@ void* context_of(const Tag& tag) { return reinterpret_cast<void*>(uint64_t{1} <<
 
 struct Nic : FabricDevice {
   std::vector<RemoteMemory> remote;  // by domain
+  bool takes_two_ranges = false;     // in one write: a chunk and its word
   std::deque<Tag> backlog;           // words that the provider has not taken yet
 };
 
@@ -77,12 +86,18 @@ class FabricLink final : public Link {
     for (const std::string& name : names) {
       nics_.push_back({open_fabric_device(infos.get(), name, static_cast<size_t>(layout.num_domains), num_arrivals()),
                        std::vector<RemoteMemory>(layout.num_domains),
+                       false,
                        {}});
     }
     if (is_gpu_memory_) is_gpu_memory_ = register_all(reinterpret_cast<uint8_t*>(options.memory), true) == 0;
     if (!is_gpu_memory_) {
       pinned_ = allocate_pinned(layout.window_bytes + sizeof(uint64_t) * layout.num_words);
       check_fabric("memory cannot be registered", register_all(pinned_.get(), false));
+    }
+    for (Nic& nic : nics_) {
+      const fi_tx_attr& limits = *nic.info->tx_attr;
+      nic.takes_two_ranges =
+          options.has_remote_data && !is_gpu_memory_ && limits.iov_limit >= 2 && limits.rma_iov_limit >= 2;
     }
     set_waiters();
   }
@@ -157,13 +172,12 @@ class FabricLink final : public Link {
     const Tag word{peer, {part, ring, slot}};
     sent_words()[own_word(word)] = command.word;
     if (has_chunk) {
-      const LinkLayout& at = layout();
-      const uint8_t* chunk = window_ + at.send_offset(at.domain_idx, ring, peer, slot);
-      const RemoteMemory& to = nic.remote[peer];
-      const bool is_taken = write(nic, {peer, {Part::kChunk, ring, slot}}, chunk, command.num_bytes, nic.window.get(),
-                                  to.window, at.recv_offset(peer, ring, at.domain_idx, slot),
-                                  options_.has_remote_data ? FI_REMOTE_CQ_DATA : FI_DELIVERY_COMPLETE);
-      if (!is_taken) return false;
+      const Piece pieces[2] = {chunk_of(nic, word, command.num_bytes), word_of(nic, word)};
+      if (nic.takes_two_ranges) return write(nic, {peer, {Part::kWordAlone, ring, slot}}, pieces, 2, FI_REMOTE_CQ_DATA);
+      if (!write(nic, {peer, {Part::kChunk, ring, slot}}, pieces, 1,
+                 options_.has_remote_data ? FI_REMOTE_CQ_DATA : FI_DELIVERY_COMPLETE)) {
+        return false;
+      }
       if (!options_.has_remote_data) return true;  // the word follows the completion of the chunk
     }
     send_word(nic, word);
@@ -334,7 +348,8 @@ class FabricLink final : public Link {
     Nic& nic = nics_[0];
     const RemoteMemory& to = nic.remote[peer];
     const uint64_t offset = sizeof(uint64_t) * (2 * layout().num_words + layout().domain_idx);
-    return write(nic, {peer, {Part::kWordAlone, 0, 0}}, value, sizeof(*value), nic.staged.get(), to.staged, offset, 0);
+    const Piece piece{value, sizeof(*value), nic.staged.get(), {to.staged.address + offset, to.staged.key}};
+    return write(nic, {peer, {Part::kWordAlone, 0, 0}}, &piece, 1, 0);
   }
 
   // Sends a word now, or after those that wait.
@@ -342,30 +357,51 @@ class FabricLink final : public Link {
     if (!nic.backlog.empty() || !write_word(nic, tag)) nic.backlog.push_back(tag);
   }
 
-  // A word that is told goes where only the receiver's CPU reads it. Otherwise the NIC writes it to its place.
   bool write_word(Nic& nic, const Tag& tag) {
+    const Piece piece = word_of(nic, tag);
+    return write(nic, tag, &piece, 1, options_.has_remote_data ? FI_REMOTE_CQ_DATA : 0);
+  }
+
+  Piece chunk_of(const Nic& nic, const Tag& tag, size_t num_bytes) const {
+    const LinkLayout& at = layout();
+    const RemoteRange& to = nic.remote[tag.peer].window;
+    const Immediate& what = tag.what;
+    return {window_ + at.send_offset(at.domain_idx, what.ring, tag.peer, what.slot),
+            num_bytes,
+            nic.window.get(),
+            {to.address + at.recv_offset(tag.peer, what.ring, at.domain_idx, what.slot), to.key}};
+  }
+
+  // A word that is told goes where only the receiver's CPU reads it. Otherwise the NIC writes it to its place.
+  Piece word_of(const Nic& nic, const Tag& tag) const {
     const bool is_told = options_.has_remote_data;
-    const RemoteMemory& to = nic.remote[tag.peer];
+    const RemoteRange& to = is_told ? nic.remote[tag.peer].staged : nic.remote[tag.peer].words;
     const uint64_t idx = word_at(tag.peer, layout().domain_idx, tag.what) + (is_told ? layout().num_words : 0);
-    return write(nic, tag, sent_words() + own_word(tag), sizeof(uint64_t), nic.staged.get(),
-                 is_told ? to.staged : to.words, sizeof(uint64_t) * idx, is_told ? FI_REMOTE_CQ_DATA : 0);
+    return {sent_words() + own_word(tag),
+            sizeof(uint64_t),
+            nic.staged.get(),
+            {to.address + sizeof(uint64_t) * idx, to.key}};
   }
 
   // Begins a write. Returns false if the provider has no room for it now.
-  bool write(Nic& nic, const Tag& tag, const void* memory, size_t num_bytes, fid_mr* region, const RemoteRange& to,
-             uint64_t offset, uint64_t flags) {
+  bool write(Nic& nic, const Tag& tag, const Piece* pieces, size_t num, uint64_t flags) {
     Peer& peer = peers_[tag.peer];
     if (failure().has_lost(tag.peer)) return true;
-    iovec part{const_cast<void*>(memory), num_bytes};
-    fi_rma_iov target{to.address + offset, num_bytes, to.key};
-    void* descriptor = fi_mr_desc(region);
+    iovec parts[2];
+    fi_rma_iov targets[2];
+    void* descriptors[2];
+    for (size_t i = 0; i < num; ++i) {
+      parts[i] = {const_cast<void*>(pieces[i].memory), pieces[i].num_bytes};
+      targets[i] = {pieces[i].to.address, pieces[i].num_bytes, pieces[i].to.key};
+      descriptors[i] = fi_mr_desc(pieces[i].region);
+    }
     fi_msg_rma message{};
-    message.msg_iov = &part;
-    message.desc = &descriptor;
-    message.iov_count = 1;
+    message.msg_iov = parts;
+    message.desc = descriptors;
+    message.iov_count = num;
     message.addr = nic.remote[tag.peer].peer;
-    message.rma_iov = &target;
-    message.rma_iov_count = 1;
+    message.rma_iov = targets;
+    message.rma_iov_count = num;
     message.context = context_of(tag);
     message.data = Tag{layout().domain_idx, tag.what}.pack();
     const ssize_t status = fi_writemsg(nic.endpoint.get(), &message, flags | FI_COMPLETION);
