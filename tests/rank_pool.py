@@ -5,11 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
+from hybrid_ep import _C
 from hybrid_ep.testing.cluster import RankError, VirtualCluster
 
-__all__ = ["RankPool"]
+__all__ = ["FEW_PEERS", "RankPool", "needs_fabric", "variables_over"]
 
 _LIMIT_S = 240.0
+# libfabric's rxm takes memory for so many peers, and touches it over 100,000 writes.
+FEW_PEERS = {"FI_UNIVERSE_SIZE": "4"}
+needs_fabric = pytest.mark.skipif(not _C.has_fabric, reason="built without the headers of libfabric")
+
+
+def variables_over(transport: str) -> dict[str, str]:
+    """The environment of ranks whose domains a transport joins on this host; ``libfabric/tcp`` names a provider."""
+    name, _, provider = transport.partition("/")
+    return {
+        "HYBRID_EP_TRANSPORT": name,
+        "HYBRID_EP_FABRIC_PROVIDER": provider,
+        "HYBRID_EP_TCP_ADDRESS": "127.0.0.1",
+        **FEW_PEERS,
+    }
 
 
 class RankPool:

@@ -29,7 +29,7 @@ constexpr int kMaxIdleWaits = 16;         // on descriptors in a row without any
 constexpr long kIdlePollNs = 20'000'000;  // between turns without a call, where no descriptor helps
 constexpr auto kGoodbye = std::chrono::seconds(1);
 constexpr int kPeerShift = 22;  // above the bits of an Immediate
-constexpr uint64_t kIsOpen = 1, kIsClosed = 2;
+constexpr uint64_t kIsAsking = 0, kIsOpen = 1, kIsClosed = 2, kNumStates = 3;
 
 // A range of a peer's memory, as writes name it.
 struct RemoteRange {
@@ -75,13 +75,13 @@ class FabricLink final : public Link {
       : Link(layout),
         options_(options),
         arrivals_(layout),
-        staged_(allocate_pinned(sizeof(uint64_t) * (2 * layout.num_words + layout.num_domains + 2))),
+        staged_(allocate_pinned(sizeof(uint64_t) * (2 * layout.num_words + layout.num_domains + kNumStates))),
         peers_(layout.num_domains) {
     FabricOwner<fi_info> infos = find_fabric(options, options.memory != 0);
     // Only a NIC writes to GPU memory by itself. Other providers would copy, in the thread of the proxy.
     is_gpu_memory_ = options.memory != 0 && infos && infos->nic != nullptr;
     if (!is_gpu_memory_) infos = find_fabric(options, false);
-    if (!infos) throw LinkError(-1, "libfabric has no provider " + options.provider + " with reliable datagrams here");
+    if (!infos) throw LinkError(-1, "libfabric finds no network for provider " + options.provider + " here");
     const std::vector<std::string> names = options.devices.empty() ? std::vector<std::string>{""} : options.devices;
     for (const std::string& name : names) {
       nics_.push_back({open_fabric_device(infos.get(), name, static_cast<size_t>(layout.num_domains), num_arrivals()),
@@ -221,18 +221,18 @@ class FabricLink final : public Link {
     return epoll_;
   }
 
-  // An endpoint that is gone lets its peer's writes fail: so each end waits until the other has said that it closes.
+  // An endpoint that is gone lets its peer's writes fail: so each end tells the others that it closes, also after a
+  // failure, and waits until they have said so, too.
   void close() override {
     const auto deadline = Clock::now() + kGoodbye;
     is_closing_ = true;
     std::vector<bool> has_knocked(layout().num_domains);
-    bool is_done = false;
-    while (!is_done && !failure().has_failed() && Clock::now() < deadline) {
-      is_done = is_quiet();
+    for (bool is_done = false; !is_done && Clock::now() < deadline;) {
+      is_done = true;
       for_each_peer([&](int peer) {
         if (failure().has_lost(peer)) return;
         if (!has_knocked[peer]) has_knocked[peer] = knock(peer, kIsClosed);
-        is_done &= has_knocked[peer] && state_of(peer) == kIsClosed;
+        is_done &= has_knocked[peer] && (state_of(peer) == kIsClosed || failure().has_failed());
       });
       is_done &= is_quiet();
       if (!progress() && !is_done) std::this_thread::sleep_for(std::chrono::microseconds(100));
@@ -248,7 +248,7 @@ class FabricLink final : public Link {
   };
 
   // Pinned words that NICs read and write: those to be sent, those that have come without having been told, and what
-  // each peer says of itself; then the two values that this rank says.
+  // each peer says of itself; then the values that this rank says.
   uint64_t* sent_words() const { return reinterpret_cast<uint64_t*>(staged_.get()); }
   uint64_t* came_words() const { return sent_words() + layout().num_words; }
   uint64_t* states() const { return came_words() + layout().num_words; }
@@ -291,7 +291,7 @@ class FabricLink final : public Link {
     for (Nic& nic : nics_) {
       int status = register_fabric_memory(nic, window_, at.window_bytes, gpu, &nic.window);
       if (status == 0) status = register_fabric_memory(nic, words_, words_bytes, has_gpu_words ? gpu : -1, &nic.words);
-      const size_t staged_bytes = sizeof(uint64_t) * (2 * at.num_words + at.num_domains + 2);
+      const size_t staged_bytes = sizeof(uint64_t) * (2 * at.num_words + at.num_domains + kNumStates);
       if (status == 0) status = register_fabric_memory(nic, staged_.get(), staged_bytes, -1, &nic.staged);
       if (status != 0) return status;
     }
@@ -341,15 +341,19 @@ class FabricLink final : public Link {
     }
   }
 
-  // Tells a peer the state of this rank. Returns whether the provider has taken it.
+  // Writes a state of this rank where the peer looks for it, or where nobody looks. Returns whether the provider has
+  // taken the write. It is complete when it is at the peer.
   bool knock(int peer, uint64_t state) {
-    uint64_t* value = states() + layout().num_domains + (state - 1);
-    *value = state;
     Nic& nic = nics_[0];
-    const RemoteMemory& to = nic.remote[peer];
-    const uint64_t offset = sizeof(uint64_t) * (2 * layout().num_words + layout().domain_idx);
-    const Piece piece{value, sizeof(*value), nic.staged.get(), {to.staged.address + offset, to.staged.key}};
-    return write(nic, {peer, {Part::kWordAlone, 0, 0}}, &piece, 1, 0);
+    const uint64_t place = state == kIsAsking ? layout().num_domains : layout().domain_idx;
+    const RemoteRange& to = nic.remote[peer].staged;
+    uint64_t* value = states() + layout().num_domains + state;
+    *value = state;
+    const Piece piece{value,
+                      sizeof(*value),
+                      nic.staged.get(),
+                      {to.address + sizeof(uint64_t) * (2 * layout().num_words + place), to.key}};
+    return write(nic, {peer, {Part::kWordAlone, 0, 0}}, &piece, 1, FI_DELIVERY_COMPLETE);
   }
 
   // Sends a word now, or after those that wait.
@@ -432,7 +436,7 @@ class FabricLink final : public Link {
     if (context == nullptr) return;
     Tag tag = Tag::unpack(reinterpret_cast<uint64_t>(context));
     Peer& peer = peers_[tag.peer];
-    if (peer.num_writes == 0) return;  // of a peer that was lost
+    if (peer.num_writes == 0) return;  // of a peer that is gone
     --peer.num_writes;
     --num_writes_;
     peer.since = Clock::now();
@@ -460,28 +464,40 @@ class FabricLink final : public Link {
     }
   }
 
-  // Nothing more is sent to the peer, nor waited for.
+  // Waits no more for what was sent to a peer that is gone.
+  void forget_writes(int peer) {
+    num_writes_ -= peers_[peer].num_writes;
+    peers_[peer].num_writes = 0;
+    peers_[peer].is_refused = false;
+  }
+
   void lose(int peer, const Nic& nic, const std::string& detail) {
     Peer& lost = peers_[peer];
-    num_writes_ -= lost.num_writes;
-    lost.num_writes = 0;
-    lost.is_refused = false;
+    forget_writes(peer);
     if (lost.error.empty()) lost.error = name_of(nic) + ": " + detail;
     fail(peer, name_of(nic), detail);
   }
 
-  // A provider may retry without end: the peer whose writes have waited longest is lost when half of the timeout is
-  // over.
+  // A provider may retry without end, and says nothing of a peer to which nothing is sent. So each peer is asked from
+  // time to time, and the one whose writes have waited longest is lost when half of the timeout is over.
   void look_for_silent_peers() {
     const Clock::time_point now = Clock::now();
+    const std::chrono::duration<double> limit(options_.timeout_s / 2);
+    if (now >= next_asking_ && !is_closing_) {
+      next_asking_ = now + std::chrono::duration_cast<Clock::duration>(limit / 4);
+      for_each_peer([&](int peer) {
+        if (peers_[peer].num_writes == 0 && state_of(peer) == kIsOpen) knock(peer, kIsAsking);
+      });
+    }
     int silent = -1;
     for_each_peer([&](int peer) {
+      if (state_of(peer) == kIsClosed) forget_writes(peer);
       const bool waits = peers_[peer].num_writes > 0 || peers_[peer].is_refused;
       if (waits && (silent < 0 || peers_[peer].since < peers_[silent].since)) silent = peer;
     });
-    if (silent < 0 || now - peers_[silent].since < std::chrono::duration<double>(options_.timeout_s / 2)) return;
+    if (silent < 0 || now - peers_[silent].since < limit) return;
     std::ostringstream what;
-    what << "no write has completed for " << options_.timeout_s / 2 << " s";
+    what << "no write has completed for " << limit.count() << " s";
     lose(silent, nics_[0], what.str());
   }
 
@@ -496,6 +512,7 @@ class FabricLink final : public Link {
   std::vector<Peer> peers_;  // by domain
   int64_t num_writes_ = 0;   // not complete
   uint64_t turn_ = 0;
+  Clock::time_point next_asking_;
   int epoll_ = -1, timer_ = -1, ready_ = -1;
 };
 

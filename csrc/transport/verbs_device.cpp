@@ -112,8 +112,8 @@ VerbsDevice open_verbs_device(const std::string& name, const VerbsOptions& optio
     if (name != api.get_device_name(found)) continue;
     if (!has_reliable_connections(found)) {
       throw LinkError(-1, "RDMA device '" + name +
-                              "' has no reliable connections, as InfiniBand and RoCE have them (EFA has none); without "
-                              "them use HYBRID_EP_TRANSPORT=tcp");
+                              "' has no reliable connections, as InfiniBand and RoCE have them; EFA has none: use "
+                              "HYBRID_EP_TRANSPORT=libfabric there, and tcp elsewhere");
     }
     device.context.reset(api.open_device(found));
   }
