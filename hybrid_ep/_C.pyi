@@ -233,7 +233,6 @@ def verbs_proxy(
     cpus: Sequence[int] = (),
     faults: Faults = ...,
 ) -> Proxy: ...
-
 def fabric_proxy(
     *,
     layout: LinkLayout,

@@ -26,6 +26,7 @@ __all__ = [
     "GID_INDEX",
     "KUBERNETES_HOST",
     "KUBERNETES_PORT",
+    "LIBFABRIC_HOME",
     "LOCAL_RANK",
     "LOG_LEVEL",
     "LOOPBACK_RATE",
@@ -300,7 +301,8 @@ TCP_ADDRESS = Variable(
     "",
     str,
     "a numeric IPv4 or IPv6 address of this host",
-    "tcp, libfabric over tcp: the address at which peers reach this rank. Unset, it is the local address of the route to rank 0's host.",
+    "tcp, libfabric over tcp: the address at which peers reach this rank. Unset, it is the local address of the route "
+    "to rank 0's host.",
 )
 TCP_CONNECTIONS = Variable(
     "HYBRID_EP_TCP_CONNECTIONS",
@@ -379,6 +381,14 @@ MULTINODE = Variable(
     _choice("0", "1"),
     "0 or 1",
     "The `_verbs` module: 1 makes a missing libibverbs an error.",
+    "build",
+)
+LIBFABRIC_HOME = Variable(
+    "LIBFABRIC_HOME",
+    "",
+    str,
+    "a folder",
+    "Where libfabric is installed, if not in the system's folders; its headers are needed to build.",
     "build",
 )
 RDMA_CORE_HOME = Variable(
@@ -513,6 +523,7 @@ VARIABLES: tuple[Variable[Any], ...] = (
     NVSHMEM_HOME,
     STRICT,
     MULTINODE,
+    LIBFABRIC_HOME,
     RDMA_CORE_HOME,
     ARCH_LIST,
     TARGET_ROOT,

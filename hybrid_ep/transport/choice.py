@@ -85,8 +85,8 @@ def _fabric_state() -> TransportState:
         return TransportState("libfabric", False, "built without the headers of libfabric")
     provider = fabric_provider()
     is_only_by_name = provider not in ("efa", "cxi")
-    # Providers take a third of a second to start, so those of a network that is not asked for are not.
-    is_wanted = not is_only_by_name or env.TRANSPORT.get() == "libfabric"
+    # Providers take a third of a second to start: tcp, which is always there, is not started.
+    is_wanted = not is_only_by_name or env.FABRIC_PROVIDER.is_set
     try:
         devices = _C.fabric_devices(provider if is_wanted else "")
     except ConnectionError as error:

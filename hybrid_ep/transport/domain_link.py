@@ -186,7 +186,9 @@ def open_link(
     by_rank = [[TransportState(**state) for state in vote["states"]] for vote in votes]
     choice = agree_on_transport(by_rank, [vote["host"] for vote in votes], asked)
     if choice.name == "nvshmem" and not hasattr(native, "BetweenCommunicator"):
-        raise ConfigError("transport is 'nvshmem' without the cuda engine; allowed then: verbs, libfabric, tcp or loopback")
+        raise ConfigError(
+            "transport is 'nvshmem' without the cuda engine; allowed then: verbs, libfabric, tcp or loopback"
+        )
     board = Board.of(group).at(f"link {number}")
     store, prefix = board.store, board.name
     return connect_link(

@@ -35,7 +35,8 @@ CASES = [
     Case("2x4_ragged", 8, (5, 0, 17, 1, 34, 2, 0, 9), num_experts=32, num_ranks_per_domain=4),
 ]
 _BY_ID = {case.id: case for case in CASES}
-# Each case over one link, and over libfabric, with one format of rows each; each format with a link, and both formats of scales with each.
+# Each case over one link, and over libfabric, each with one format of rows; each format with a link, and both formats
+# of scales with each.
 _RUNS = [
     ("2x1", "bf16", "loopback"),
     ("2x1_hidden_7168", "fp8", "loopback"),

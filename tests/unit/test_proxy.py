@@ -184,8 +184,16 @@ def test_many_calls_over_libfabric(provider: str, has_remote_data: bool) -> None
         num_right = 0
         for epoch in epochs:
             proxies[end].begin_call()
-            figures = {"num_out": 1, "num_in": 1, "num_bytes": RINGS[0][0], "epoch": epoch, "verifies": True}
-            _, _, num_come, num_wrong = writers[end].run_chunks(proxies[end], ring=0, timeout_s=LIMIT_S, **figures)
+            _, _, num_come, num_wrong = writers[end].run_chunks(
+                proxies[end],
+                ring=0,
+                num_out=1,
+                num_in=1,
+                num_bytes=RINGS[0][0],
+                epoch=epoch,
+                verifies=True,
+                timeout_s=LIMIT_S,
+            )
             writers[end].end_call()
             num_right += num_come - num_wrong
         return num_right
@@ -221,7 +229,9 @@ def test_what_libfabric_cannot_open_is_named() -> None:
     for i, provider in enumerate(("tcp", "shm")):
         layout = _C.LinkLayout(num_domains=2, domain_idx=i, rings=RINGS)
         proxies.append(_C.fabric_proxy(layout=layout, provider=provider))
-    with pytest.raises(ConnectionError, match="it has provider shm with 1 NICs; this rank tcp with 1; allowed: the same"):
+    with pytest.raises(
+        ConnectionError, match="it has provider shm with 1 NICs; this rank tcp with 1; allowed: the same"
+    ):
         proxies[0].connect([proxy.address() for proxy in proxies], LIMIT_S)
     silent = _C.fabric_proxy(layout=layout, provider="tcp")
     with pytest.raises(ConnectionError, match="libfabric provider tcp: it does not answer in time"):
