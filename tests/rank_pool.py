@@ -14,7 +14,7 @@ __all__ = ["FEW_PEERS", "RankPool", "needs_fabric", "variables_over"]
 
 _LIMIT_S = 240.0
 # libfabric's rxm takes memory for so many peers, and touches it over 100,000 writes.
-FEW_PEERS = {"FI_UNIVERSE_SIZE": "4"}
+FEW_PEERS = {"FI_UNIVERSE_SIZE": "16"}
 needs_fabric = pytest.mark.skipif(not _C.has_fabric, reason="built without the headers of libfabric")
 
 
