@@ -7,6 +7,7 @@ set -euo pipefail
 packages=(
   openssl                          # certificates of a simulated cluster
   libibverbs-dev ibverbs-providers # the _verbs module
+  libfabric-dev                    # the transport over libfabric
   g++-aarch64-linux-gnu            # wheels for aarch64
   binutils                         # what is in the wheels
 )

@@ -34,7 +34,7 @@ if [ "$arch" != "$host" ]; then
   export CMAKE_TOOLCHAIN_FILE=$PWD/csrc/cmake/aarch64-linux.cmake
   if [ -z "${HYBRID_EP_TARGET_ROOT:-}" ]; then
     export HYBRID_EP_TARGET_ROOT=$target/root
-    ci/target_root.sh "$HYBRID_EP_TARGET_ROOT" arm64 libibverbs-dev libibverbs1
+    ci/target_root.sh "$HYBRID_EP_TARGET_ROOT" arm64 libfabric-dev libibverbs-dev libibverbs1
   fi
 fi
 

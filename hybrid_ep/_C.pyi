@@ -175,6 +175,11 @@ class Faults:
 
     def __init__(self, *, seed: int = 0, max_delay_us: int = 0, lost_fraction: float = 0.0) -> None: ...
 
+has_fabric: bool
+
+def fabric_devices(provider: str) -> list[str]:
+    """Names of the provider's NICs; "" only loads libfabric. Raises ConnectionError where either is not there."""
+
 has_verbs: bool
 
 def active_verbs_devices(port: int = 1) -> list[str]:
@@ -213,6 +218,7 @@ def verbs_proxy(
     devices: Sequence[str],
     port: int = 1,
     gid_index: int = -1,
+    pkey_index: int = -1,
     service_level: int = 0,
     traffic_class: int = 0,
     mtu_bytes: int = 0,
@@ -222,6 +228,20 @@ def verbs_proxy(
     timeout_s: float = 100.0,
     memory: int = 0,
     window_only: bool = False,
+    num_fifos: int = 8,
+    device: int = 0,
+    cpus: Sequence[int] = (),
+    faults: Faults = ...,
+) -> Proxy: ...
+def fabric_proxy(
+    *,
+    layout: LinkLayout,
+    provider: str,
+    devices: Sequence[str] = (),
+    host: str = "",
+    has_remote_data: bool = True,
+    timeout_s: float = 100.0,
+    memory: int = 0,
     num_fifos: int = 8,
     device: int = 0,
     cpus: Sequence[int] = (),

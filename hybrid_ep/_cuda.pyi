@@ -18,6 +18,9 @@ from hybrid_ep._C import between_record as between_record
 from hybrid_ep._C import between_ring as between_ring
 from hybrid_ep._C import between_route_ints as between_route_ints
 from hybrid_ep._C import between_told_words as between_told_words
+from hybrid_ep._C import fabric_devices as fabric_devices
+from hybrid_ep._C import fabric_proxy as fabric_proxy
+from hybrid_ep._C import has_fabric as has_fabric
 from hybrid_ep._C import has_verbs as has_verbs
 from hybrid_ep._C import loopback_proxy as loopback_proxy
 from hybrid_ep._C import low_latency_region_bytes as low_latency_region_bytes

@@ -22,6 +22,7 @@ __all__ = [
     "CONTAINER",
     "ELASTIC_BUFFER",
     "ENGINE",
+    "FABRIC_PROVIDER",
     "GANG_CONFIG_DIR",
     "GANG_ID",
     "GANG_TIMEOUT_SECONDS",
@@ -29,6 +30,7 @@ __all__ = [
     "JOB_COMPLETION_INDEX",
     "KUBERNETES_HOST",
     "KUBERNETES_PORT",
+    "LIBFABRIC_HOME",
     "LOCAL_RANK",
     "LOG_LEVEL",
     "LOOPBACK_RATE",
@@ -51,6 +53,7 @@ __all__ = [
     "PET_MASTER_ADDR",
     "PET_NNODES",
     "PET_NODE_RANK",
+    "PKEY_INDEX",
     "POD_NAME",
     "POOL_SLOTS",
     "QUEUE_PAIRS",
@@ -243,10 +246,18 @@ LOG_LEVEL = Variable(
 TRANSPORT = Variable(
     "HYBRID_EP_TRANSPORT",
     "auto",
-    _choice("auto", "verbs", "tcp", "loopback", "nvshmem"),
-    "auto, verbs, tcp, loopback or nvshmem",
+    _choice("auto", "verbs", "libfabric", "tcp", "loopback", "nvshmem"),
+    "auto, verbs, libfabric, tcp, loopback or nvshmem",
     "The transport between domains of the cuda engine. `auto` takes loopback where all ranks are on one host, "
-    "else verbs where every rank has an active RDMA device, else tcp. nvshmem is taken only where it is asked for.",
+    "else verbs where every rank has an active RDMA device, else libfabric where every rank has EFA or Slingshot, "
+    "else tcp. nvshmem is taken only where it is asked for.",
+)
+FABRIC_PROVIDER = Variable(
+    "HYBRID_EP_FABRIC_PROVIDER",
+    "",
+    str,
+    "a provider's name: efa, cxi, tcp, verbs;ofi_rxm or shm",
+    "libfabric: the provider. Unset, it is efa or cxi where the node has such NICs, else tcp.",
 )
 GID_INDEX = Variable(
     "HYBRID_EP_GID_INDEX",
@@ -254,6 +265,13 @@ GID_INDEX = Variable(
     _integer(-1, 255),
     "-1 or an index into the port's GID table",
     "verbs: the GID index of RDMA ports. -1 takes RoCE v2 over IPv4, else RoCE v2, else the first.",
+)
+PKEY_INDEX = Variable(
+    "HYBRID_EP_PKEY_INDEX",
+    -1,
+    _integer(-1, 65535),
+    "-1 or an index into the port's table of partition keys",
+    "verbs: the index of the partition key. -1 takes the first partition in which both ports are full members.",
 )
 SERVICE_LEVEL = Variable(
     "HYBRID_EP_SERVICE_LEVEL",
@@ -295,7 +313,8 @@ TCP_ADDRESS = Variable(
     "",
     str,
     "a numeric IPv4 or IPv6 address of this host",
-    "tcp: the address at which peers reach this rank. Unset, it is the local address of the route to rank 0's host.",
+    "tcp, libfabric over tcp: the address at which peers reach this rank. Unset, it is the local address of the route "
+    "to rank 0's host.",
 )
 TCP_CONNECTIONS = Variable(
     "HYBRID_EP_TCP_CONNECTIONS",
@@ -374,6 +393,14 @@ MULTINODE = Variable(
     _choice("0", "1"),
     "0 or 1",
     "The `_verbs` module: 1 makes a missing libibverbs an error.",
+    "build",
+)
+LIBFABRIC_HOME = Variable(
+    "LIBFABRIC_HOME",
+    "",
+    str,
+    "a folder",
+    "Where libfabric is installed, if not in the system's folders; its headers are needed to build.",
     "build",
 )
 RDMA_CORE_HOME = Variable(
@@ -507,7 +534,9 @@ VARIABLES: tuple[Variable[Any], ...] = (
     ELASTIC_BUFFER,
     LOG_LEVEL,
     TRANSPORT,
+    FABRIC_PROVIDER,
     GID_INDEX,
+    PKEY_INDEX,
     SERVICE_LEVEL,
     TRAFFIC_CLASS,
     RDMA_MTU,
@@ -552,6 +581,7 @@ VARIABLES: tuple[Variable[Any], ...] = (
     NVSHMEM_HOME,
     STRICT,
     MULTINODE,
+    LIBFABRIC_HOME,
     RDMA_CORE_HOME,
     ARCH_LIST,
     TARGET_ROOT,

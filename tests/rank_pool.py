@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
+from hybrid_ep import _C
 from hybrid_ep.testing.cluster import RankError, VirtualCluster
 
 _LIMIT_S = 240.0
+# libfabric's rxm takes memory for so many peers, and touches it over 100,000 writes.
+FEW_PEERS = {"FI_UNIVERSE_SIZE": "16"}
+# With CI=true its tests run nevertheless, and fail: the build has missed libfabric-dev.
+needs_fabric = pytest.mark.skipif(
+    not _C.has_fabric and os.environ.get("CI") != "true", reason="built without the headers of libfabric"
+)
+
+
+def variables_over(transport: str) -> dict[str, str]:
+    """The environment of ranks whose domains a transport joins on this host; ``libfabric/tcp`` names a provider."""
+    name, _, provider = transport.partition("/")
+    return {
+        "HYBRID_EP_TRANSPORT": name,
+        "HYBRID_EP_FABRIC_PROVIDER": provider,
+        "HYBRID_EP_TCP_ADDRESS": "127.0.0.1",
+        **FEW_PEERS,
+    }
 
 
 class RankPool:

@@ -4,6 +4,7 @@
 
 #include "bindings/bindings.h"
 #include "common/check.h"
+#include "transport/fabric_link.h"
 #include "transport/faulty_link.h"
 #include "transport/host_writer.h"
 #include "transport/link_measure.h"
@@ -60,14 +61,22 @@ std::unique_ptr<Proxy> tcp_proxy(const LinkLayout& layout, const std::string& ho
 }
 
 std::unique_ptr<Proxy> verbs_proxy(const LinkLayout& layout, std::vector<std::string> devices, int port, int gid_index,
-                                   int service_level, int traffic_class, int mtu_bytes, int num_queue_pairs,
-                                   bool relaxed_ordering, bool unordered, double timeout_s, uintptr_t memory,
-                                   bool window_only, int num_fifos, int device, std::vector<int> cpus,
+                                   int pkey_index, int service_level, int traffic_class, int mtu_bytes,
+                                   int num_queue_pairs, bool relaxed_ordering, bool unordered, double timeout_s,
+                                   uintptr_t memory, bool window_only, int num_fifos, int device, std::vector<int> cpus,
                                    const Faults& faults) {
-  const VerbsOptions options{std::move(devices), port,      gid_index,       service_level,
-                             traffic_class,      mtu_bytes, num_queue_pairs, relaxed_ordering,
-                             unordered,          timeout_s, memory,          window_only};
+  const VerbsOptions options{std::move(devices), port,      gid_index,       pkey_index,       service_level,
+                             traffic_class,      mtu_bytes, num_queue_pairs, relaxed_ordering, unordered,
+                             timeout_s,          memory,    window_only};
   return make_proxy(make_verbs_link(layout, options), num_fifos, device, std::move(cpus), faults);
+}
+
+std::unique_ptr<Proxy> fabric_proxy(const LinkLayout& layout, const std::string& provider,
+                                    std::vector<std::string> devices, const std::string& host, bool has_remote_data,
+                                    double timeout_s, uintptr_t memory, int num_fifos, int device,
+                                    std::vector<int> cpus, const Faults& faults) {
+  const FabricOptions options{provider, std::move(devices), host, has_remote_data, timeout_s, memory, device};
+  return make_proxy(make_fabric_link(layout, options), num_fifos, device, std::move(cpus), faults);
 }
 
 // Addresses are bytes, because they need not be text.
@@ -208,11 +217,17 @@ void add_transport(py::module_& module) {
              py::arg("timeout_s") = 100.0, py::arg("num_fifos") = 8, py::arg("device") = 0,
              py::arg("cpus") = std::vector<int>(), py::arg("faults") = Faults());
   module.def("verbs_proxy", &verbs_proxy, py::kw_only(), py::arg("layout"), py::arg("devices"), py::arg("port") = 1,
-             py::arg("gid_index") = -1, py::arg("service_level") = 0, py::arg("traffic_class") = 0,
-             py::arg("mtu_bytes") = 0, py::arg("num_queue_pairs") = 2, py::arg("relaxed_ordering") = true,
-             py::arg("unordered") = false, py::arg("timeout_s") = 100.0, py::arg("memory") = 0,
-             py::arg("window_only") = false, py::arg("num_fifos") = 8, py::arg("device") = 0,
+             py::arg("gid_index") = -1, py::arg("pkey_index") = -1, py::arg("service_level") = 0,
+             py::arg("traffic_class") = 0, py::arg("mtu_bytes") = 0, py::arg("num_queue_pairs") = 2,
+             py::arg("relaxed_ordering") = true, py::arg("unordered") = false, py::arg("timeout_s") = 100.0,
+             py::arg("memory") = 0, py::arg("window_only") = false, py::arg("num_fifos") = 8, py::arg("device") = 0,
              py::arg("cpus") = std::vector<int>(), py::arg("faults") = Faults());
+  module.def("fabric_proxy", &fabric_proxy, py::kw_only(), py::arg("layout"), py::arg("provider"),
+             py::arg("devices") = std::vector<std::string>(), py::arg("host") = "", py::arg("has_remote_data") = true,
+             py::arg("timeout_s") = 100.0, py::arg("memory") = 0, py::arg("num_fifos") = 8, py::arg("device") = 0,
+             py::arg("cpus") = std::vector<int>(), py::arg("faults") = Faults());
+  module.attr("has_fabric") = kHasFabric;
+  module.def("fabric_devices", &fabric_devices, py::arg("provider"), py::call_guard<py::gil_scoped_release>());
   module.attr("has_verbs") = kHasVerbs;
   module.def("active_verbs_devices", &active_verbs_devices, py::arg("port") = 1);
   // Two numbers: a retry comes after 4.096 µs × 2^first; the second is the number of retries.

@@ -1,5 +1,6 @@
 # Cross-compiles for aarch64 Linux (Grace) with Debian's g++-aarch64-linux-gnu; ci/wheel.sh names this file in
-# CMAKE_TOOLCHAIN_FILE. HYBRID_EP_TARGET_ROOT holds the target's libibverbs and its headers, unless RDMA_CORE_HOME has them.
+# CMAKE_TOOLCHAIN_FILE. HYBRID_EP_TARGET_ROOT holds the target's libibverbs, its headers and those of libfabric, unless
+# RDMA_CORE_HOME has them.
 # NVSHMEM_HOME, if set, holds the target's NVSHMEM. A program is always the build machine's, a library never.
 set(CMAKE_SYSTEM_NAME Linux)
 set(CMAKE_SYSTEM_PROCESSOR aarch64)

@@ -27,6 +27,7 @@ VerbsApi load() {
   find(library, "ibv_query_device", &api.query_device);
   find(library, "ibv_query_port", &api.query_port);
   find(library, "ibv_query_gid", &api.query_gid);
+  find(library, "ibv_query_pkey", &api.query_pkey);
   find(library, "ibv_alloc_pd", &api.alloc_pd);
   find(library, "ibv_dealloc_pd", &api.dealloc_pd);
   find(library, "ibv_reg_mr", &api.reg_mr);

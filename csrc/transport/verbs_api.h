@@ -15,6 +15,7 @@ struct VerbsApi {
   decltype(&::ibv_query_device) query_device;
   int (*query_port)(ibv_context*, uint8_t, _compat_ibv_port_attr*);
   decltype(&::ibv_query_gid) query_gid;
+  decltype(&::ibv_query_pkey) query_pkey;
   decltype(&::ibv_alloc_pd) alloc_pd;
   decltype(&::ibv_dealloc_pd) dealloc_pd;
   ibv_mr* (*reg_mr)(ibv_pd*, void*, size_t, int);

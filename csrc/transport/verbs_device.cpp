@@ -1,5 +1,6 @@
 #include "transport/verbs_device.h"
 
+#include <arpa/inet.h>
 #include <fcntl.h>
 
 #include <cerrno>
@@ -84,6 +85,20 @@ void choose_gid(VerbsDevice* device, const std::string& name, int wanted) {
   }
 }
 
+void list_partitions(VerbsDevice* device, int wanted) {
+  constexpr uint16_t kFullMember = 0x8000;
+  for (int idx = 0; idx < device->port.pkey_tbl_len; ++idx) {
+    uint16_t key = 0;
+    const auto port = static_cast<uint8_t>(device->port_number);
+    if (verbs_api().query_pkey(device->context.get(), port, idx, &key) != 0) continue;
+    key = ntohs(key);
+    if (wanted >= 0 ? idx == wanted && key != 0 : (key & kFullMember) != 0) device->partitions.push_back({idx, key});
+  }
+  if (!device->partitions.empty()) return;
+  throw LinkError(-1, device->name + (wanted >= 0 ? " has no partition key with index " + std::to_string(wanted)
+                                                  : " is a full member of no partition"));
+}
+
 }  // namespace
 
 VerbsDevice open_verbs_device(const std::string& name, const VerbsOptions& options, int num_completions) {
@@ -97,8 +112,8 @@ VerbsDevice open_verbs_device(const std::string& name, const VerbsOptions& optio
     if (name != api.get_device_name(found)) continue;
     if (!has_reliable_connections(found)) {
       throw LinkError(-1, "RDMA device '" + name +
-                              "' has no reliable connections, as InfiniBand and RoCE have them (EFA has none); without "
-                              "them use HYBRID_EP_TRANSPORT=tcp");
+                              "' has no reliable connections, as InfiniBand and RoCE have them; EFA has none: use "
+                              "HYBRID_EP_TRANSPORT=libfabric there, and tcp elsewhere");
     }
     device.context.reset(api.open_device(found));
   }
@@ -109,6 +124,7 @@ VerbsDevice open_verbs_device(const std::string& name, const VerbsOptions& optio
     throw LinkError(-1, device.name + " does not exist");
   if (device.port.state != IBV_PORT_ACTIVE) throw LinkError(-1, device.name + " is not active");
   choose_gid(&device, name, options.gid_index);
+  list_partitions(&device, options.pkey_index);
   device.domain.reset(api.alloc_pd(device.context.get()));
   device.completions.reset(api.create_cq(device.context.get(), num_completions, nullptr, nullptr, 0));
   if (!device.domain || !device.completions) {

@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "transport/memory.h"
 #include "transport/verbs_api.h"
@@ -21,6 +22,12 @@ struct VerbsDelete {
 template <typename T>
 using VerbsOwner = std::unique_ptr<T, VerbsDelete>;
 
+// An entry of a port's table of partition keys.
+struct Partition {
+  int idx;
+  uint16_t key;
+};
+
 struct VerbsDevice {
   std::string name;  // with its port, for people
   VerbsOwner<ibv_context> context;
@@ -31,6 +38,7 @@ struct VerbsDevice {
   int port_number = 1;
   int gid_index = 0;
   ibv_gid gid{};
+  std::vector<Partition> partitions;  // that may be used: those with full membership, or the one that is asked for
 };
 
 // Opens a device without memory. Throws LinkError that names what is there.

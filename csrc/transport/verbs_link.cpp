@@ -25,6 +25,7 @@ constexpr int kMaxSends = 256;                              // work requests of 
 constexpr int kPollAtATime = 32;                            // completions
 constexpr int kLookEvery = 64;                              // turns between looks at the clock
 constexpr auto kLookPause = std::chrono::milliseconds(10);  // between looks for events, which are rare
+constexpr int kMaxFlowLabel = (1 << 14) - 1;                // labels up to it give different UDP ports
 constexpr uint32_t kFirstPacket = 0;                        // sequence number
 constexpr auto kGoodbye = std::chrono::seconds(1);
 
@@ -119,7 +120,9 @@ class VerbsLink final : public Link {
       text << to_hex(device.gid) << ' ' << device.port.lid << ' ' << device.port.active_mtu << ' '
            << reinterpret_cast<uintptr_t>(window_) << ' ' << reinterpret_cast<uintptr_t>(words_) << ' '
            << reinterpret_cast<uintptr_t>(staged_.get()) << ' ' << device.window->rkey << ' ' << device.words->rkey
-           << ' ' << device.staged->rkey << '\n';
+           << ' ' << device.staged->rkey << ' ' << device.partitions.size();
+      for (const Partition& partition : device.partitions) text << ' ' << partition.key;
+      text << '\n';
     }
     for (const auto& of_peer : pairs_) {
       for (int i = 0; i < num_pairs_; ++i) text << (of_peer.empty() ? 0 : of_peer[i].pair->qp_num) << ' ';
@@ -330,11 +333,16 @@ class VerbsLink final : public Link {
       std::string gid;
       int lid, mtu;
       RemoteMemory memory;
+      std::vector<uint16_t> partitions;
     };
     std::vector<Nic> nics(num_devices);
     for (Nic& nic : nics) {
       text >> nic.gid >> nic.lid >> nic.mtu >> nic.memory.window >> nic.memory.words >> nic.memory.staged >>
           nic.memory.window_key >> nic.memory.words_key >> nic.memory.staged_key;
+      size_t num_partitions = 0;
+      text >> num_partitions;
+      nic.partitions.resize(text ? num_partitions : 0);
+      for (uint16_t& key : nic.partitions) text >> key;
     }
     std::vector<uint32_t> numbers(static_cast<size_t>(layout().num_domains) * num_pairs_);
     for (uint32_t& number : numbers) text >> number;
@@ -343,15 +351,38 @@ class VerbsLink final : public Link {
       QueuePair& pair = pairs_[peer][i];
       const Nic& nic = nics[pair.device];
       pair.remote = nic.memory;
-      bring_up(peer, pair, nic.gid, nic.lid, nic.mtu, numbers[layout().domain_idx * num_pairs_ + i]);
+      bring_up(peer, i, nic.gid, nic.lid, nic.mtu, choose_partition(peer, devices_[pair.device], nic.partitions),
+               numbers[layout().domain_idx * num_pairs_ + i]);
     }
   }
 
-  void bring_up(int peer, QueuePair& pair, const std::string& gid, int lid, int mtu, uint32_t number) {
+  // The index of the first partition in the table of the lower domain that both have. Both ends choose the same one.
+  int choose_partition(int peer, const VerbsDevice& device, const std::vector<uint16_t>& theirs) const {
+    const auto is_same = [](uint16_t key, uint16_t other) { return (key & 0x7fff) == (other & 0x7fff); };
+    size_t best = theirs.size();
+    int best_idx = -1;
+    for (const Partition& mine : device.partitions) {
+      const auto found =
+          std::find_if(theirs.begin(), theirs.end(), [&](uint16_t key) { return is_same(key, mine.key); });
+      const auto place = static_cast<size_t>(found - theirs.begin());
+      if (place == theirs.size()) continue;
+      if (layout().domain_idx < peer) return mine.idx;
+      if (place < best) best_idx = mine.idx;
+      best = std::min(best, place);
+    }
+    if (best_idx >= 0) return best_idx;
+    throw LinkError(peer, device.name +
+                              " and the peer's port share no partition; allowed: HYBRID_EP_PKEY_INDEX names "
+                              "one that both are in, or the subnet manager makes both full members of one");
+  }
+
+  void bring_up(int peer, int i, const std::string& gid, int lid, int mtu, int pkey_index, uint32_t number) {
+    QueuePair& pair = pairs_[peer][i];
     VerbsDevice& device = devices_[pair.device];
     ibv_qp_attr attributes{};
     attributes.qp_state = IBV_QPS_INIT;
     attributes.port_num = static_cast<uint8_t>(device.port_number);
+    attributes.pkey_index = static_cast<uint16_t>(pkey_index);
     attributes.qp_access_flags = IBV_ACCESS_REMOTE_WRITE;
     modify(peer, pair, &attributes, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS, "INIT");
     for (int i = 0; options_.unordered && i < num_receives(); ++i) post_receive(pair);
@@ -372,6 +403,9 @@ class VerbsLink final : public Link {
       attributes.ah_attr.grh.sgid_index = static_cast<uint8_t>(device.gid_index);
       attributes.ah_attr.grh.hop_limit = 64;
       attributes.ah_attr.grh.traffic_class = static_cast<uint8_t>(options_.traffic_class);
+      // RoCE takes the UDP source port from it: switches with several paths spread queue pairs over them.
+      const int number_of_pair = i + num_pairs_ * (peer + layout().num_domains * layout().domain_idx);
+      attributes.ah_attr.grh.flow_label = static_cast<uint32_t>(1 + number_of_pair % kMaxFlowLabel);
     }
     attributes.ah_attr.dlid = static_cast<uint16_t>(lid);
     modify(peer, pair, &attributes,

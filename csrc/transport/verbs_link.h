@@ -19,6 +19,7 @@ struct VerbsOptions {
   std::vector<std::string> devices;  // NICs of this rank, as libibverbs names them
   int port = 1;
   int gid_index = -1;            // −1: RoCE v2 first, IPv4-mapped first among them
+  int pkey_index = -1;           // −1: the first partition key with full membership that the peer has, too
   int service_level = 0;         // 0 to 15
   int traffic_class = 0;         // 0 to 255
   int mtu_bytes = 0;             // 0: what both ports have

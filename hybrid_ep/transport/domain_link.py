@@ -14,8 +14,14 @@ from hybrid_ep.core.host import host_name
 from hybrid_ep.errors import ClosedError, ConfigError, TransportError
 from hybrid_ep.topology import near_cpus, probe
 from hybrid_ep.transport import nvshmem
-from hybrid_ep.transport.choice import TransportChoice, TransportState, agree_on_transport, survey
-from hybrid_ep.transport.settings import gpu_idx_of, local_address, nic_names
+from hybrid_ep.transport.choice import (
+    TransportChoice,
+    TransportState,
+    agree_on_transport,
+    fabric_provider,
+    survey,
+)
+from hybrid_ep.transport.settings import fabric_nics, gpu_idx_of, local_address, nic_names
 
 if TYPE_CHECKING:
     import torch
@@ -180,7 +186,9 @@ def open_link(
     by_rank = [[TransportState(**state) for state in vote["states"]] for vote in votes]
     choice = agree_on_transport(by_rank, [vote["host"] for vote in votes], asked)
     if choice.name == "nvshmem" and not hasattr(native, "BetweenCommunicator"):
-        raise ConfigError("transport is 'nvshmem' without the cuda engine; allowed then: verbs, tcp or loopback")
+        raise ConfigError(
+            "transport is 'nvshmem' without the cuda engine; allowed then: verbs, libfabric, tcp or loopback"
+        )
     board = Board.of(group).at(f"link {number}")
     store, prefix = board.store, board.name
     return connect_link(
@@ -312,16 +320,26 @@ def _make_proxy(
 
         memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         torch.cuda.synchronize(device)
+    options |= {"timeout_s": timeout_s, "memory": 0 if memory is None else memory.data_ptr()}
+    if name == "libfabric":
+        provider = fabric_provider()
+        proxy = native.fabric_proxy(
+            provider=provider,
+            devices=fabric_nics(topology, gpu_idx, provider),
+            host=local_address() if provider == "tcp" else "",
+            has_remote_data=provider != "cxi",
+            **options,
+        )
+        return proxy, memory
     proxy = native.verbs_proxy(
         devices=nic_names(topology, gpu_idx),
         gid_index=env.GID_INDEX.get(),
+        pkey_index=env.PKEY_INDEX.get(),
         service_level=env.SERVICE_LEVEL.get(),
         traffic_class=env.TRAFFIC_CLASS.get(),
         mtu_bytes=env.RDMA_MTU.get(),
         num_queue_pairs=env.QUEUE_PAIRS.get(),
         relaxed_ordering=env.RELAXED_ORDERING.get() == "1",
-        timeout_s=timeout_s,
-        memory=0 if memory is None else memory.data_ptr(),
         **options,
     )
     return proxy, memory

@@ -11,7 +11,7 @@ from hybrid_ep.topology import Topology, choose_nics
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["gpu_idx_of", "local_address", "nic_names"]
+__all__ = ["fabric_nics", "gpu_idx_of", "local_address", "nic_names"]
 
 _DOCUMENTATION_HOST = "192.0.2.1"  # RFC 5737: reached by the default route, and by no host
 
@@ -33,6 +33,19 @@ def nic_names(topology: Topology, gpu_idx: int | None) -> list[str]:
         return [nic.name for nic in nics]
     named = env.NICS.get()
     return [part for name in named for part in name.split("+")] if named else _C.active_verbs_devices()
+
+
+def fabric_nics(topology: Topology, gpu_idx: int | None, provider: str) -> list[str]:
+    """Returns the devices of a libfabric provider that a rank uses; none: the provider's first.
+
+    The topology does not know Slingshot's NICs: GPUs take them in turn, or those of ``HYBRID_EP_NICS``.
+    """
+    named = env.NICS.get()
+    if provider == "cxi":
+        names = named or _C.fabric_devices(provider)
+        return names[(gpu_idx or 0) % len(names)].split("+")
+    has_nics = provider == "efa" or provider.startswith("verbs")
+    return nic_names(topology, gpu_idx) if has_nics and (named or gpu_idx is not None) else []
 
 
 def local_address() -> str:

@@ -1,4 +1,4 @@
-"""The `verbs` transport on real RDMA devices: Soft-RoCE in a throw-away virtual machine."""
+"""The transports `verbs` and `libfabric` on real RDMA devices: Soft-RoCE in a throw-away virtual machine."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from tests.sim.softroce_links import PORT_DOWN_AFTER_S, PORT_TIMEOUT_S
 from tests.sim.softroce_vm import MissingPrerequisite, run_in_vm
 
 pytestmark = pytest.mark.cluster
+_VERBS = "verbs on rxe0 port 1 (GID 1), "
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What tests/sim/softroce_links.py has printed, by step."""
     require(_C.has_verbs, "the verbs transport (libibverbs-dev when the package was built)")
-    steps = "devices two two-pairs two-nics classed four unordered refusals port-down"
+    require(_C.has_fabric, "the libfabric transport (libfabric-dev when the package was built)")
+    steps = "devices two two-pairs two-nics classed four unordered libfabric refusals port-down"
     command = f"{shlex.quote(sys.executable)} -m tests.sim.softroce_links {steps}"
     try:
         said = run_in_vm(command, tmp_path_factory.mktemp("softroce"), num_nics=4, limit_s=540)
@@ -42,11 +44,12 @@ def test_active_devices(results: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("step", "num_ends", "said"),
     [
-        ("classed", 2, "2 queue pairs a peer, rings in pinned host memory"),
-        ("two", 2, "2 queue pairs a peer, rings in pinned host memory"),
-        ("two-pairs", 2, "4 queue pairs a peer, rings in pinned host memory"),
-        ("four", 4, "2 queue pairs a peer, rings in pinned host memory"),
-        ("unordered", 2, "2 queue pairs a peer, rings in pinned host memory, unordered"),
+        ("classed", 2, f"{_VERBS}2 queue pairs a peer, rings in pinned host memory"),
+        ("two", 2, f"{_VERBS}2 queue pairs a peer, rings in pinned host memory"),
+        ("two-pairs", 2, f"{_VERBS}4 queue pairs a peer, rings in pinned host memory"),
+        ("four", 4, f"{_VERBS}2 queue pairs a peer, rings in pinned host memory"),
+        ("unordered", 2, f"{_VERBS}2 queue pairs a peer, rings in pinned host memory, unordered"),
+        ("libfabric", 2, "libfabric provider verbs;ofi_rxm on rxe0, rings in pinned host memory"),
     ],
 )
 def test_every_chunk_arrives(results: dict[str, Any], step: str, num_ends: int, said: str) -> None:
@@ -57,7 +60,7 @@ def test_every_chunk_arrives(results: dict[str, Any], step: str, num_ends: int, 
     for figures, num_chunks in zip(found["figures"], (12, 9), strict=True):
         assert [one[1:] for one in figures] == [[num_chunks * num_peers, num_chunks * num_peers, 0]] * num_ends
     assert found["closed"] == [True] * num_ends
-    assert found["describe"] == f"verbs on rxe0 port 1 (GID 1), {said}"
+    assert found["describe"] == said
 
 
 def test_several_nics_of_a_rank(results: dict[str, Any]) -> None:

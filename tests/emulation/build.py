@@ -25,7 +25,11 @@ HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
 CACHE = CACHE_OF_TESTS / "emulation"
 _MOST_KEPT = 5
-_VERBS = Path("/usr/include/infiniband/verbs.h")
+# The headers of libraries, and the sources that are left out where they are, and where they are not.
+_LIBRARIES = {
+    Path("/usr/include/infiniband/verbs.h"): ({"verbs_absent"}, {"verbs_api", "verbs_device", "verbs_link"}),
+    Path("/usr/include/rdma/fi_rma.h"): ({"fabric_absent"}, {"fabric_device", "fabric_link"}),
+}
 
 _DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];")
 
@@ -37,10 +41,14 @@ def as_cpp(source: str) -> str:
 
 
 def _transport_sources() -> list[Path]:
-    """The transports with memory of the host; verbs where its headers are."""
-    absent = {"verbs_absent"} if _VERBS.exists() else {"verbs_api", "verbs_device", "verbs_link"}
+    """The transports with memory of the host; verbs and libfabric where their headers are."""
+    absent = set().union(*(stems[not header.exists()] for header, stems in _LIBRARIES.items()))
     sources = sorted(CSRC.glob("transport/*.cpp"))
     return [path for path in sources if not path.stem.endswith("_cuda") and path.stem not in absent]
+
+
+def _headers() -> list[bool]:
+    return [header.exists() for header in _LIBRARIES]
 
 
 def build() -> Path:
@@ -70,7 +78,7 @@ def build() -> Path:
 def _digest() -> str:
     """Names all that the modules depend on: sources, this file, the compiler, Python and pybind11."""
     compiler = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
-    digest = hashlib.sha256(repr((compiler, sys.version, pybind11.__version__, _VERBS.exists())).encode())
+    digest = hashlib.sha256(repr((compiler, sys.version, pybind11.__version__, _headers())).encode())
     own = [path for path in HERE.rglob("*") if path.suffix in (".cpp", ".h", ".cuh")]
     of_csrc = [path for path in CSRC.rglob("*") if path.is_file()]
     for path in sorted([*own, *of_csrc, HERE / "build.py", HERE / "steps.py"]):

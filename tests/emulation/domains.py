@@ -18,6 +18,7 @@ from hybrid_ep.errors import ConfigError, TimeoutError, TransportError
 from tests.battery import low_latency, signals
 from tests.battery.cases import Case
 from tests.battery.normal import dispatch, equal, make_buffer, on
+from tests.rank_pool import variables_over
 
 
 def check_in_domains(num_ranks_per_domain: int, check: str, *args: Any) -> None:
@@ -30,7 +31,7 @@ def check_in_domains(num_ranks_per_domain: int, check: str, *args: Any) -> None:
 def check_over(transport: str, check: str, *args: Any) -> None:
     """Runs a check of tests/ over a transport."""
     module, name = check.rsplit(".", 1)
-    with mock.patch.dict(os.environ, {"HYBRID_EP_TRANSPORT": transport, "HYBRID_EP_TCP_ADDRESS": "127.0.0.1"}):
+    with mock.patch.dict(os.environ, variables_over(transport)):
         getattr(importlib.import_module(f"tests.{module}"), name)(*args)
 
 

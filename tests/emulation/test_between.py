@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from tests.battery.cases import Case
 from tests.emulation.conftest import RunEmulated
 from tests.emulation.engine import run
 from tests.emulation.steps import STEPS, Step
-from tests.rank_pool import RankPool
+from tests.rank_pool import RankPool, needs_fabric
 
 # Every other number of ranks starts new ones, so that cases of as many follow each other.
 CASES = [
@@ -42,11 +43,22 @@ def test_normal(run_emulated: RunEmulated, case: Case) -> None:
         run_emulated(case.num_ranks, f"battery.normal.{check}", case)
 
 
-@pytest.mark.parametrize("case_id", ["2x1_more_chunks_than_slots", "2x2_holes"])
-def test_over_a_proxy(run_emulated: RunEmulated, case_id: str) -> None:
+@pytest.mark.parametrize(
+    ("case_id", "transport"),
+    [
+        ("2x1_more_chunks_than_slots", "tcp"),
+        ("2x2_holes", "tcp"),
+        # Each case over one of two providers.
+        *(
+            pytest.param(case.id, f"libfabric/{provider}", marks=needs_fabric)
+            for case, provider in zip(CASES, itertools.cycle(["tcp", "shm"]))
+        ),
+    ],
+)
+def test_over_a_proxy(run_emulated: RunEmulated, case_id: str, transport: str) -> None:
     case = _BY_ID[case_id]
     for check in _CHECKS:
-        run_emulated(case.num_ranks, "emulation.domains.check_over", "tcp", f"battery.normal.{check}", case)
+        run_emulated(case.num_ranks, "emulation.domains.check_over", transport, f"battery.normal.{check}", case)
 
 
 @pytest.mark.parametrize("case_id", ["2x1_more_chunks_than_slots", "3x2_duplicates"])
@@ -175,7 +187,7 @@ def test_scratch_of_combine(run_emulated: RunEmulated, case_id: str, num_tensors
     run_emulated(case.num_ranks, "emulation.domains.check_scratch_of_combine", case, num_tensors)
 
 
-@pytest.mark.parametrize("transport", ["loopback", "tcp"])
+@pytest.mark.parametrize("transport", ["loopback", "tcp", pytest.param("libfabric/tcp", marks=needs_fabric)])
 def test_ranks_that_read_chunks_of_their_peers_in_other_orders(run_emulated: RunEmulated, transport: str) -> None:
     check = "emulation.domains.check_sums_in_other_orders"
     run_emulated(3, "emulation.domains.check_over", transport, check, 20.0)

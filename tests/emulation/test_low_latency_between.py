@@ -17,6 +17,7 @@ from hybrid_ep.testing.cluster import RankError, VirtualCluster
 from tests.battery.cases import Case
 from tests.emulation.conftest import UNREAD, RunEmulated
 from tests.emulation.engine import run
+from tests.rank_pool import needs_fabric, variables_over
 
 # Every other number of ranks starts new ones, so that cases of as many follow each other.
 CASES = [
@@ -34,19 +35,29 @@ CASES = [
     Case("2x4_ragged", 8, (5, 0, 17, 1, 34, 2, 0, 9), num_experts=32, num_ranks_per_domain=4),
 ]
 _BY_ID = {case.id: case for case in CASES}
-# Each case over one link and with one format of rows; each format with a link, and both formats of scales with each.
+# Each case over one link, and over libfabric, each with one format of rows; each format with a link, and both formats
+# of scales with each.
 _RUNS = [
     ("2x1", "bf16", "loopback"),
     ("2x1_hidden_7168", "fp8", "loopback"),
-    ("4x1_groups", "nvfp4", "tcp"),
+    pytest.param("4x1_groups", "nvfp4", "libfabric/tcp", marks=needs_fabric),
     ("2x2_holes", "fp8_ue8m0", "tcp"),
-    ("2x2_hot", "fp8_rounded", "loopback"),
+    pytest.param("2x2_hot", "fp8_rounded", "libfabric/shm", marks=needs_fabric),
     ("2x2_empty", "fp8", "nvshmem"),
     ("2x2_zero_tokens", "nvfp4", "nvshmem"),
     ("2x2_nothing_crosses", "nvfp4_ue8m0", "nvshmem"),
     ("2x2_top_32", "bf16", "tcp"),
     ("3x2_duplicates", "fp8_ue8m0", "nvshmem"),
     ("2x4_ragged", "bf16", "nvshmem"),
+    pytest.param("2x1", "fp8", "libfabric/tcp", marks=needs_fabric),
+    pytest.param("2x1_hidden_7168", "nvfp4_ue8m0", "libfabric/shm", marks=needs_fabric),
+    pytest.param("2x2_holes", "bf16", "libfabric/shm", marks=needs_fabric),
+    pytest.param("2x2_empty", "nvfp4", "libfabric/tcp", marks=needs_fabric),
+    pytest.param("2x2_zero_tokens", "bf16", "libfabric/shm", marks=needs_fabric),
+    pytest.param("2x2_nothing_crosses", "fp8", "libfabric/tcp", marks=needs_fabric),
+    pytest.param("2x2_top_32", "fp8_rounded", "libfabric/shm", marks=needs_fabric),
+    pytest.param("3x2_duplicates", "fp8_ue8m0", "libfabric/tcp", marks=needs_fabric),
+    pytest.param("2x4_ragged", "nvfp4", "libfabric/shm", marks=needs_fabric),
 ]
 TIMEOUT_S = 12.0  # above the longest call of ranks that share two cores
 LIMIT_S = 100.0
@@ -218,8 +229,7 @@ def _team(
     variables = {
         "HYBRID_EP_NUM_RANKS_PER_DOMAIN": str(size),
         "HYBRID_EP_LOW_LATENCY_BETWEEN": "cuda",
-        "HYBRID_EP_TRANSPORT": transport,
-        "HYBRID_EP_TCP_ADDRESS": "127.0.0.1",
+        **variables_over(transport),
     }
     run_here = functools.partial(run, str(module), seed)
     with VirtualCluster(num_ranks, variables=variables) as cluster:
@@ -347,6 +357,7 @@ def test_ranks_wait_for_one_that_finds_the_loss_a_call_later(emulated_module: Pa
     [
         pytest.param("loopback", 0, marks=pytest.mark.slow),
         ("tcp", 1),
+        pytest.param("libfabric/tcp", 2, marks=needs_fabric),
         pytest.param("loopback", 2, marks=pytest.mark.slow),
         pytest.param("tcp", 3, marks=pytest.mark.slow),
     ],

@@ -1,5 +1,5 @@
-"""The emulated kernels between domains over real networks of a virtual machine: Soft-RoCE devices by the `verbs`
-transport, and tcp where netem loses and delays packets.
+"""The emulated kernels between domains over real networks of a virtual machine: Soft-RoCE devices by the transports
+`verbs` and `libfabric`, and tcp where netem loses and delays packets.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ LIMIT_S = 2 * LOST_TIMEOUT_S
 def results(emulated_module: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What tests/sim/softroce_kernels.py has printed, by step."""
     require(_C.has_verbs, "the verbs transport (libibverbs-dev when the package was built)")
+    require(_C.has_fabric, "the libfabric transport (libfabric-dev when the package was built)")
     command = f"{shlex.quote(sys.executable)} -m tests.sim.softroce_kernels {shlex.quote(str(emulated_module))}"
     try:
         said = run_in_vm(command, tmp_path_factory.mktemp("softroce"), num_nics=4, memory_mb=1536, limit_s=540)
@@ -60,6 +61,13 @@ def test_rows_and_sums_over_verbs(results: dict[str, Any], step: str, num_ranks:
     link = f"verbs on rxe{{}} port 1 (GID 1), {num_pairs} queue pairs a peer, rings in pinned host memory"
     rounds = _rounds_of(step)
     want = [{"rounds": rounds, "link": link.format(rank), "closed": True} for rank in range(num_ranks)]
+    assert results[step] == want
+
+
+@pytest.mark.parametrize("step", ["libfabric", "low-latency-libfabric"])
+def test_rows_and_sums_over_libfabric(results: dict[str, Any], step: str) -> None:
+    link = "libfabric provider verbs;ofi_rxm on rxe{}, rings in pinned host memory"
+    want = [{"rounds": _rounds_of(step), "link": link.format(rank), "closed": True} for rank in range(2)]
     assert results[step] == want
 
 

@@ -15,11 +15,16 @@ import torch.distributed as dist
 
 from hybrid_ep.transport import nvshmem
 from tests.conftest import RunRanks
-from tests.rank_pool import RankPool
+from tests.rank_pool import RankPool, needs_fabric, variables_over
 
 _OBSTACLE = nvshmem.obstacle()[1]
 needs_nvshmem = pytest.mark.skipif(_OBSTACLE is not None, reason=str(_OBSTACLE))
-TRANSPORTS = ["loopback", "tcp", pytest.param("nvshmem", marks=needs_nvshmem)]
+TRANSPORTS = [
+    "loopback",
+    "tcp",
+    pytest.param("libfabric/tcp", marks=needs_fabric),
+    pytest.param("nvshmem", marks=needs_nvshmem),
+]
 
 
 # NVSHMEM maps no peer, and gives every put to a remote transport: the one of `build_copy_transport`, which has the name
@@ -75,8 +80,7 @@ def variables_of(transport: str) -> dict[str, str]:
         "HYBRID_EP_ENGINE": "cuda",
         "HYBRID_EP_LOW_LATENCY_BETWEEN": "cuda",
         "HYBRID_EP_TIMEOUT_S": "30",
-        "HYBRID_EP_TRANSPORT": transport,
-        "HYBRID_EP_TCP_ADDRESS": "127.0.0.1",
+        **variables_over(transport),
     }
 
 

@@ -1,4 +1,4 @@
-"""Links between domains over loopback and tcp: real ranks, with threads of the host instead of kernels."""
+"""Links between domains over loopback, tcp and libfabric: real ranks, with threads of the host instead of kernels."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from hybrid_ep.errors import ClosedError, ConfigError, TimeoutError
 from hybrid_ep.testing.cluster import VirtualCluster
 from hybrid_ep.transport import DomainLink, Ring, open_link
 from tests.conftest import RunRanks
+from tests.rank_pool import needs_fabric, variables_over
 
 RINGS = (Ring(slot_bytes=16 * 1024, num_slots=8, slots_per_credit=4), Ring(512, 3, 1))
 LIMIT_S = 30.0
@@ -25,7 +27,7 @@ TIMEOUT_S = 6.0
 
 @dataclass(frozen=True)
 class Network:
-    """A transport and what goes wrong on its way."""
+    """A transport, as `variables_over` takes it, and what goes wrong on its way."""
 
     name: str
     max_delay_us: int = 0
@@ -42,7 +44,10 @@ def _open(network: Network, num_ranks_per_domain: int = 1, timeout_s: float = LI
     faults = _C.Faults(seed=rank, max_delay_us=network.max_delay_us, lost_fraction=network.lost_fraction)
     grid = RankGrid(rank, dist.get_world_size(), num_ranks_per_domain)
     cpu = torch.device("cpu")
-    return open_link(group, grid, RINGS, device=cpu, timeout_s=timeout_s, native=_C, asked=network.name, faults=faults)
+    variables = variables_over(network.name)
+    asked = variables.pop("HYBRID_EP_TRANSPORT")
+    with mock.patch.dict(os.environ, variables):
+        return open_link(group, grid, RINGS, device=cpu, timeout_s=timeout_s, native=_C, asked=asked, faults=faults)
 
 
 def _run(link: DomainLink, ring: int, num: int, epoch: int, limit_s: float = LIMIT_S) -> tuple[int, int, int]:
@@ -76,7 +81,16 @@ def _exchange(network: Network, num_ranks_per_domain: int) -> list[tuple[int, in
 
 @pytest.mark.parametrize("shape", [(2, 1), (3, 1), (4, 2)], ids=lambda shape: f"{shape[0]}-ranks-by-{shape[1]}")
 @pytest.mark.parametrize(
-    "network", [Network("loopback"), Network("tcp"), Network("loopback", 2000), Network("tcp", 2000)], ids=str
+    "network",
+    [
+        Network("loopback"),
+        Network("tcp"),
+        Network("loopback", 2000),
+        Network("tcp", 2000),
+        pytest.param(Network("libfabric/tcp", 2000), marks=needs_fabric),
+        pytest.param(Network("libfabric/shm", 2000), marks=needs_fabric),
+    ],
+    ids=str,
 )
 def test_every_chunk_arrives(run_ranks: RunRanks, network: Network, shape: tuple[int, int]) -> None:
     """Over slots that are used many times, also where chunks, flags and credits come late and in another order."""
@@ -102,8 +116,8 @@ def test_lost_chunks_are_missing(run_ranks: RunRanks) -> None:
         assert failure is None
 
 
-def _lose_peer(victim: int) -> tuple[str, int | None, str]:
-    link = _open(Network("tcp"), timeout_s=TIMEOUT_S)
+def _lose_peer(transport: str, victim: int) -> tuple[str, int | None, str]:
+    link = _open(Network(transport), timeout_s=TIMEOUT_S)
     _run(link, 0, 10, 1)
     if dist.get_rank() == victim:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -115,14 +129,22 @@ def _lose_peer(victim: int) -> tuple[str, int | None, str]:
     return "nothing", None, ""
 
 
-def test_survivors_name_the_killed_peer() -> None:
-    """They are told by which socket."""
+@pytest.mark.parametrize(
+    ("transport", "told"),
+    [
+        ("tcp", "tcp to 127.0.0.1 port"),
+        pytest.param("libfabric/tcp", "libfabric tcp on lo: ", marks=needs_fabric),
+        pytest.param("libfabric/shm", "libfabric shm on shm: ", marks=needs_fabric),
+    ],
+)
+def test_survivors_name_the_killed_peer(transport: str, told: str) -> None:
+    """They are told by which socket, or by which provider and device."""
     victim = 1
     with VirtualCluster(3) as cluster:
-        cluster.start(_lose_peer, victim)
+        cluster.start(_lose_peer, transport, victim)
         for name, peer, text in cluster.collect([0, 2], limit_s=2 * LIMIT_S):
             assert (name, peer) == ("TransportError", victim)
-            assert "tcp to 127.0.0.1 port" in text
+            assert told in text
 
 
 def _miss_a_peer(absent: int) -> tuple[str, int | None]:
@@ -160,7 +182,7 @@ def _ask_for(name: str) -> str:
 def test_transport_that_is_not_there(run_ranks: RunRanks) -> None:
     """Every rank says the same."""
     said = run_ranks(2, _ask_for, "pigeon")
-    assert said == ["transport is 'pigeon'; allowed: auto, verbs, tcp, loopback, nvshmem"] * 2
+    assert said == ["transport is 'pigeon'; allowed: auto, verbs, libfabric, tcp, loopback, nvshmem"] * 2
     if not _has_nics():
         said = run_ranks(2, _ask_for, "verbs")
         assert said[0] == said[1]

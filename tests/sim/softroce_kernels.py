@@ -55,6 +55,24 @@ def verbs(native: Any, shape: Shape, queue_pairs: int = 2, end: type[End] = Rank
     )
 
 
+def libfabric(native: Any, shape: Shape, end: type[End] = Rank) -> list[dict[str, Any]]:
+    """Rounds over the NICs by libfabric's provider for verbs."""
+    return run_ranks(
+        native,
+        shape,
+        FOLDER / f"libfabric-{end.__name__}",
+        transport="libfabric",
+        timeout_s=TIMEOUT_S,
+        num_rounds=num_rounds(end),
+        variables_of=lambda rank: {
+            "HYBRID_EP_NICS": f"rxe{rank}",
+            "HYBRID_EP_FABRIC_PROVIDER": "verbs;ofi_rxm",
+            "FI_UNIVERSE_SIZE": "4",  # for more, the provider asks for more completions than Soft-RoCE has
+        },
+        end=end,
+    )
+
+
 def tcp(native: Any, shape: Shape, end: type[End] = Rank) -> dict[str, Any]:
     """Rounds over a network that loses and delays packets, and how many it has lost."""
     run(f"tc qdisc add dev lo root netem {DELAY} {KERNEL_LOSS}")
@@ -145,6 +163,8 @@ def main(module: str) -> None:
         "low-latency-two": lambda: verbs(native, low_latency_two, end=LowLatencyEnd),
         "low-latency-two-by-two": lambda: verbs(native, low_latency_two_by_two, end=LowLatencyEnd),
         "low-latency-fp8": lambda: verbs(native, low_latency_shape(Fp8End, 2, 2), end=Fp8End),
+        "libfabric": lambda: libfabric(native, two),
+        "low-latency-libfabric": lambda: libfabric(native, low_latency_two, end=LowLatencyEnd),
         "port-down": lambda: lost(native, two, "verbs", *PORT_DOWN),
         "low-latency-port-down": lambda: lost(native, low_latency_two, "verbs", *PORT_DOWN, end=LowLatencyEnd),
         "killed": lambda: lost(native, Shape(3, 1, num_experts=6), "verbs", "", ""),

@@ -1,4 +1,5 @@
-"""Runs inside the Soft-RoCE machine: the `verbs` transport between its NICs, whole and with a port taken down.
+"""Runs inside the Soft-RoCE machine: the `verbs` transport between its NICs, whole and with a port taken down, and
+`libfabric` over the same NICs.
 
 One process holds all ends, because starting Python is what takes long in an emulated machine. Prints a JSON object.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -35,6 +37,12 @@ def on_nic(layout: _C.LinkLayout, i: int, **options: Any) -> _C.Proxy:
 def on_two_nics(layout: _C.LinkLayout, i: int, **options: Any) -> _C.Proxy:
     """End i over two NICs: 0 and 2, or 1 and 3."""
     return _C.verbs_proxy(layout=layout, devices=[f"rxe{i}", f"rxe{i + 2}"], num_fifos=2, **options)
+
+
+def on_fabric(layout: _C.LinkLayout, i: int, *, num_queue_pairs: int = 0, **options: Any) -> _C.Proxy:
+    """End i over its own NIC, by libfabric's provider for verbs, which connects in its own way."""
+    os.environ["FI_UNIVERSE_SIZE"] = "4"  # peers; for more, the provider asks for more completions than Soft-RoCE has
+    return _C.fabric_proxy(layout=layout, provider="verbs;ofi_rxm", devices=[f"rxe{i}"], num_fifos=2, **options)
 
 
 def on_loopback(layout: _C.LinkLayout, _: int, **options: Any) -> _C.Proxy:
@@ -186,19 +194,23 @@ def refusals() -> dict[str, str]:
 
 
 def speed() -> dict[str, Any]:
-    """A link and ib_write_bw with messages of a chunk in turn, in MB/s; and ns from a command to its work request."""
-    link, perftest = [], []
-    ends = Ends(2, SPEED_RINGS, num_queue_pairs=1, timeout_s=600.0)
-    ends.run(4, verifies=False)
+    """Links and ib_write_bw with messages of a chunk in turn, in MB/s; and ns from a command to its work request."""
+    link: list[float] = []
+    fabric: list[float] = []
+    perftest: list[float] = []
+    ends, on_rxm = (Ends(2, SPEED_RINGS, make=make, num_queue_pairs=1, timeout_s=600.0) for make in (on_nic, on_fabric))
     for _ in range(SPEED_RUNS):
-        seconds = max(figures[0] for figures in ends.run(SPEED_CHUNKS, verifies=False, one_way=True))
-        link.append(SPEED_CHUNKS * CHUNK_BYTES / seconds / 1e6)
+        for found, rates in ((ends, link), (on_rxm, fabric)):
+            found.run(4, verifies=False)
+            seconds = max(figures[0] for figures in found.run(SPEED_CHUNKS, verifies=False, one_way=True))
+            rates.append(SPEED_CHUNKS * CHUNK_BYTES / seconds / 1e6)
         perftest.append(perftest_mb_s())
+    on_rxm.close()
     ends.proxies[0].begin_call()
     post_ns = ends.writers[0].median_post_ns(1, 200)
     ends.writers[0].end_call()
     ends.close()
-    return {"link_mb_s": link, "perftest_mb_s": perftest, "post_ns": post_ns}
+    return {"link_mb_s": link, "libfabric_mb_s": fabric, "perftest_mb_s": perftest, "post_ns": post_ns}
 
 
 def perftest_mb_s() -> float:
@@ -223,6 +235,7 @@ STEPS: dict[str, Callable[[], Any]] = {
     "classed": classed,
     "four": lambda: whole(4, rings=SMALL_RINGS),
     "unordered": lambda: whole(2, unordered=True),
+    "libfabric": lambda: whole(2, make=on_fabric),
     "refusals": refusals,
     "port-down": lambda: port_down(PORT_TIMEOUT_S),
     "speed": speed,

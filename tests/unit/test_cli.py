@@ -153,7 +153,7 @@ def test_info_names_the_transport_and_why_not_the_others() -> None:
     assert result.exit_code == 0
     found = json.loads(result.stdout)
     assert (found["transport"], found["transport_reason"]) == ("tcp", "asked for by name")
-    assert sorted(found["transports"]) == ["loopback", "nvshmem", "verbs"]
+    assert sorted(found["transports"]) == ["libfabric", "loopback", "nvshmem", "verbs"]
     assert found["transports"]["loopback"] == "usable; tcp is asked for by name"
 
 

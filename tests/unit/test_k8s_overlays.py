@@ -522,7 +522,7 @@ BROKEN = [
     ("oke-roce", "mlx5_16,mlx5_17", "mlx5_16,mlx5_17,mlx5_18", "17 NICs; allowed: as many for each of 8 GPUs"),
     ("aks-infiniband", "NVSHMEM_ENABLE_NIC_PE_MAPPING=1\n", "", "has no effect"),
     ("aks-infiniband", "HYBRID_EP_NICS=", "HYBRID_EP_NIC=", "a variable that `hybrid-ep env` lists"),
-    ("eks-efa", "HYBRID_EP_TRANSPORT=tcp", "HYBRID_EP_TRANSPORT=efa", "tcp, loopback or nvshmem"),
+    ("eks-efa", "HYBRID_EP_FABRIC_PROVIDER=", "HYBRID_EP_TRANSPORT=", "tcp, loopback or nvshmem"),
 ]
 
 

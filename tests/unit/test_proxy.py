@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import socket
 import struct
 import subprocess
@@ -18,8 +19,10 @@ from pathlib import Path
 import pytest
 
 from hybrid_ep import _C
+from tests.rank_pool import FEW_PEERS, needs_fabric
 
 RINGS = [(256, 8, 4), (1024, 4, 2)]
+os.environ.update(FEW_PEERS)  # which libfabric reads when it is used for the first time
 LIMIT_S = 10.0
 
 
@@ -146,6 +149,93 @@ def test_a_lost_peer_and_the_others(keeps: bool) -> None:
     receiver.end_call()
     proxies[0].close(LIMIT_S)
     proxies[1].close(LIMIT_S)
+
+
+def make_fabric_pair(provider: str, has_remote_data: bool) -> list[_C.Proxy]:
+    """Two ranks of two domains, joined by libfabric."""
+    proxies = []
+    for i in range(2):
+        layout = _C.LinkLayout(num_domains=2, domain_idx=i, rings=RINGS)
+        host = "127.0.0.1" if provider == "tcp" else ""
+        proxies.append(_C.fabric_proxy(layout=layout, provider=provider, host=host, has_remote_data=has_remote_data))
+    _connect(proxies)
+    return proxies
+
+
+def _resources() -> tuple[int, int]:
+    """Memory of this process in bytes, and open files."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGESIZE"), len(os.listdir("/proc/self/fd"))
+
+
+@needs_fabric
+@pytest.mark.parametrize(
+    ("provider", "has_remote_data"), [("tcp", True), ("tcp", False), ("shm", True), ("shm", False)]
+)
+def test_many_calls_over_libfabric(provider: str, has_remote_data: bool) -> None:
+    """With words that are told to the CPU of the receiver, and with words that are written after their chunk.
+
+    In 10,000 calls of all together nothing grows, and without a call the threads take less than 1 % of a core each.
+    """
+    proxies = make_fabric_pair(provider, has_remote_data)
+    writers = [_C.HostWriter(proxy, 0) for proxy in proxies]
+
+    def run(end: int, epochs: range) -> int:
+        num_right = 0
+        for epoch in epochs:
+            proxies[end].begin_call()
+            _, _, num_come, num_wrong = writers[end].run_chunks(
+                proxies[end],
+                ring=0,
+                num_out=1,
+                num_in=1,
+                num_bytes=RINGS[0][0],
+                epoch=epoch,
+                verifies=True,
+                timeout_s=LIMIT_S,
+            )
+            writers[end].end_call()
+            num_right += num_come - num_wrong
+        return num_right
+
+    with ThreadPoolExecutor(2) as threads:
+        for epochs in (range(1, 501), range(501, 2501)):
+            before = _resources()
+            assert list(threads.map(run, range(2), [epochs] * 2)) == [len(epochs)] * 2
+    num_bytes, num_files = _resources()
+    assert num_bytes < before[0] + (1 << 20)
+    assert num_files == before[1]
+    wait_until(lambda: all(proxy.counts["sleeps"] > 0 and proxy.counts["calls"] == 2500 for proxy in proxies))
+    time.sleep(1)  # where a descriptor is of no use, the threads find that out first
+    begin = time.process_time()
+    time.sleep(1)
+    assert time.process_time() - begin < 0.02
+    assert [proxy.failure for proxy in proxies] == [None] * 2
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(lambda proxy: proxy.close(LIMIT_S), proxies)) == [True] * 2
+
+
+@needs_fabric
+def test_what_libfabric_cannot_open_is_named() -> None:
+    layout = _C.LinkLayout(num_domains=2, domain_idx=0, rings=RINGS)
+    for options, told in (
+        ({"provider": "pigeon"}, "libfabric finds no network for provider pigeon here"),
+        ({"provider": "tcp", "devices": ["eth99"]}, "libfabric has no device 'eth99' of this provider; it has: "),
+        ({"provider": "tcp", "host": "192.0.2.1"}, "libfabric: fi_endpoint on tcp: Cannot assign requested address"),
+    ):
+        with pytest.raises(ConnectionError, match=re.escape(told)):
+            _C.fabric_proxy(layout=layout, **options)
+    proxies = []
+    for i, provider in enumerate(("tcp", "shm")):
+        layout = _C.LinkLayout(num_domains=2, domain_idx=i, rings=RINGS)
+        proxies.append(_C.fabric_proxy(layout=layout, provider=provider))
+    with pytest.raises(
+        ConnectionError, match="it has provider shm with 1 NICs; this rank tcp with 1; allowed: the same"
+    ):
+        proxies[0].connect([proxy.address() for proxy in proxies], LIMIT_S)
+    silent = _C.fabric_proxy(layout=layout, provider="tcp")
+    with pytest.raises(ConnectionError, match="libfabric provider tcp: it does not answer in time"):
+        proxies[0].connect([b"", silent.address()], 0.2)
 
 
 def test_sleeps_without_a_call() -> None:

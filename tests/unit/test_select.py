@@ -16,6 +16,7 @@ from hybrid_ep.transport import TransportState
 CUDA = Choice("cuda", "the extension is built and the GPU is capable")
 TCP, LOOPBACK = (TransportState(name, True, None) for name in ("tcp", "loopback"))
 NO_VERBS = TransportState("verbs", True, "no InfiniBand or RoCE device has an active port")
+NO_FABRIC = TransportState("libfabric", False, "built without the headers of libfabric")
 NVSHMEM = TransportState("nvshmem", False, "built without nvcc")
 
 
@@ -37,7 +38,7 @@ def _choice(hosts: str, size: int, transports: list[str] | None = None, asked: s
     """The choice of ranks on hosts, each named by a letter, in domains of a size."""
     pytest.importorskip("hybrid_ep._cuda")
     verbs = TransportState("verbs", True, None, "mlx5_0")
-    states = (verbs if "n" in hosts else NO_VERBS, TCP, LOOPBACK, NVSHMEM)
+    states = (verbs if "n" in hosts else NO_VERBS, NO_FABRIC, TCP, LOOPBACK, NVSHMEM)
     votes = [
         _Vote(asked, None, "torch", CUDA, "", name, transport, states)
         for name, transport in zip(hosts, transports or ["auto"] * len(hosts), strict=True)

@@ -1,4 +1,4 @@
-# EFA, which NCCL and NVSHMEM reach through libfabric.
+# EFA, which hybrid_ep, NCCL and NVSHMEM reach through libfabric.
 
 # The provider, and writes to GPU memory without the host. Source: AWS' guide to EFA and NCCL.
 FI_PROVIDER=efa
@@ -12,5 +12,5 @@ NVSHMEM_REMOTE_TRANSPORT=libfabric
 NVSHMEM_LIBFABRIC_PROVIDER=efa
 NVSHMEM_IB_ENABLE_IBGDA=0
 
-# EFA's devices look like devices for verbs, but have no reliable connections. Source: docs/several_nodes.md.
-HYBRID_EP_TRANSPORT=tcp
+# hybrid_ep takes libfabric where the image has it, else tcp. Source: docs/several_nodes.md.
+HYBRID_EP_FABRIC_PROVIDER=efa
