@@ -169,14 +169,14 @@ def test_limit_holds_per_hour(value: int, hours: float, status: str) -> None:
     """Ten an hour; in less than an hour as many as in one."""
     key = ("mlx5_0/1", "symbol_error")
     now = {key: 1000 + value}
-    found = judge_rise(now, now, 1.0, Limits({}, {"symbol_error": 10}), {key: 1000}, hours * 3600)
+    found = judge_rise(Limits({}, {"symbol_error": 10}), now, now, 1.0, {key: 1000}, hours * 3600)[0]
     assert found.status.value == status
 
 
 def test_counter_that_started_over_counts_from_zero() -> None:
     key = ("GPU 0 link 1", "replay")
     now = {key: 2}
-    found = judge_rise(now, now, 1.0, Limits({}, {}), {key: 900}, 3600.0)
+    found = judge_rise(Limits({}, {}), now, now, 1.0, {key: 900}, 3600.0)[0]
     assert "rose by 2 in 1.0 h since the last run, allowed: 0" in found.seen
 
 

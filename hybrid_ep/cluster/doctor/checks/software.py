@@ -1,8 +1,13 @@
-"""The packages whose versions must agree across a group. A node reports its versions; `compare` compares them."""
+"""The packages whose versions must agree across a group, and NCCL's settings.
+
+A node reports its versions; `compare` compares them.
+"""
 
 from __future__ import annotations
 
-from hybrid_ep.cluster.doctor.model import Finding
+import re
+
+from hybrid_ep.cluster.doctor.model import Finding, Severity
 from hybrid_ep.cluster.doctor.node import Node
 from hybrid_ep.cluster.doctor.profile import Profile
 from hybrid_ep.cluster.doctor.registry import check
@@ -21,3 +26,64 @@ def software_packages(node: Node, profile: Profile) -> Finding:
     found = node.packages()
     missing = [f"{name} is not installed" for name in profile["software.packages"] if name not in found]
     return Finding.judge(missing, ", ".join(f"{name} {version}" for name, version in sorted(found.items())))
+
+
+# NCCL's manual keeps these for debugging: "should not be used in production" (NCCL 2.28, environment variables, section
+# Debugging). Left out are those of that section that clouds' own images set, such as NCCL_IB_PCI_RELAXED_ORDERING.
+_FOR_DEBUGGING = frozenset(
+    [
+        "NCCL_P2P_DISABLE",
+        "NCCL_P2P_LEVEL",
+        "NCCL_P2P_DIRECT_DISABLE",
+        "NCCL_SHM_DISABLE",
+        "NCCL_BUFFSIZE",
+        "NCCL_NTHREADS",
+        "NCCL_MAX_NCHANNELS",
+        "NCCL_MIN_NCHANNELS",
+        "NCCL_MAX_CTAS",
+        "NCCL_MIN_CTAS",
+        "NCCL_CHECKS_DISABLE",
+        "NCCL_CHECK_POINTERS",
+        "NCCL_LAUNCH_MODE",
+        "NCCL_IB_DISABLE",
+        "NCCL_CUMEM_ENABLE",
+        "NCCL_ALGO",
+        "NCCL_PROTO",
+        "NCCL_NVB_DISABLE",
+        "NCCL_PXN_DISABLE",
+        "NCCL_NVLS_ENABLE",
+        "NCCL_MNNVL_ENABLE",
+        "NCCL_DMABUF_ENABLE",
+        "NCCL_LL_THRESHOLD",
+        "NCCL_TREE_THRESHOLD",
+        "NCCL_SINGLE_RING_THRESHOLD",
+        "NCCL_GRAPH_REGISTER",
+        "NCCL_COMM_BLOCKING",
+    ]
+)
+_SETTINGS = ("/etc/nccl.conf", "/etc/environment")
+
+
+@check(
+    "software.nccl",
+    title="NCCL settings for every job of the node",
+    source=f"{' and '.join(_SETTINGS)}; the environment",
+    expectation="none that NCCL's manual keeps for debugging",
+    remedy="Take them out where they hold for all jobs, and set them in the one job that needs them: they switch off "
+    "paths, and cost bandwidth on all others.",
+    wants="gpu.count",
+    severity=Severity.WARNING,
+)
+def software_nccl(node: Node, profile: Profile) -> Finding:
+    places = {"the environment": node.nccl_variables()}
+    for path in _SETTINGS:
+        if node.is_seen(path):
+            lines = re.findall(r"^\s*(?:export\s+)?(NCCL_\w+)\s*=\s*(.*?)\s*$", node.read(path), re.MULTILINE)
+            places[path] = dict(lines)
+    faults = [
+        f"{name}={value} in {place}"
+        for place, variables in places.items()
+        for name, value in variables.items()
+        if name in _FOR_DEBUGGING
+    ]
+    return Finding.judge(faults, "none")
