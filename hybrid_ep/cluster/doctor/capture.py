@@ -178,6 +178,11 @@ def _without_builder(line: str) -> str:
     return re.sub(r"\s*\(\S*@\S*\)\s*$", "", line)
 
 
+def _without_serials(text: str) -> str:
+    """Leaves out the serial numbers of cable and transceiver, which mlxlink names."""
+    return re.sub(r'("[^"]*Serial[^"]*"\s*:\s*)"[^"]*"', r'\1""', text)
+
+
 def _add_device(recording: Recording, node: Node, path: str) -> None:
     try:
         device = node.char_device(path)
@@ -283,11 +288,9 @@ def _facts(node: Node) -> dict[str, Any]:
     for bond in _bonds(node):
         netdevs |= {place.split("/lower_")[1] for place in _glob(node, f"/sys/class/net/{bond}/lower_*")}
     facts["dcb"] = {netdev: found for netdev in sorted(netdevs) if (found := _dcb(node, netdev)) is not None}
-    facts["commands"] = {
-        line: text
-        for line in ("nvidia-imex-ctl -N -j", "nv-fabricmanager --version")
-        if (text := _command(node, line)) is not None
-    }
+    lines = ["nvidia-imex-ctl -N -j", "nv-fabricmanager --version"]
+    lines += [f"mlxlink -d {nic.name} -m -c --json" for nic in nics]
+    facts["commands"] = {line: _without_serials(text) for line in lines if (text := _command(node, line)) is not None}
     return facts
 
 

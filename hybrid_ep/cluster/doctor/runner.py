@@ -149,7 +149,10 @@ def _examine(check: Check, node: Node | WatchedNode, profile: Profile) -> Findin
 
 
 def _read_counters(node: Node | WatchedNode, profile: Profile, checks: list[Check]) -> Readings:
-    return {check.id: _guard(node.run, check.sample, profile) for check in checks if check.sample is not None}
+    """Readings by check; several that judge one sample get the same reading."""
+    samples = dict.fromkeys(check.sample for check in checks if check.sample)
+    readings = {sample: _guard(node.run, sample, profile) for sample in samples if sample}
+    return {check.id: readings[check.sample] for check in checks if check.sample}
 
 
 def _result(check: Check, finding: Finding, profile: Profile) -> Result:

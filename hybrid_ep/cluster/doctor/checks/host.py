@@ -379,7 +379,8 @@ def _judged_devices(node: Node, profile: Profile) -> tuple[set[str], set[str]]:
     functions = {address.rpartition(".")[0] for address in paths}  # of a card, any function
     judged = {address for address in known if address.rpartition(".")[0] in functions}
     netdevs = {netdev for nic in assign_roles(node, profile).compute for netdev in nic.netdevs}
-    return known.union(node.names_or_none("/sys/class/net")), judged | netdevs
+    known.update(node.names("/sys/class/net") if node.is_seen("/sys/class/net") else ())
+    return known, judged | netdevs
 
 
 @counters(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterable
 
 from hybrid_ep.cluster.doctor.checks.gpu import gpus_are_missing, sees_few
@@ -391,6 +392,66 @@ def nic_errors(node: Node, profile: Profile) -> Counters:
     if not found:
         raise Unreadable(reason)
     return found
+
+
+# The InfiniBand standard allows a bit error in 10^12 bits after correction; mlxlink writes 15E-255 for none.
+_MOST_BER = 1e-12
+_NEEDS_FEC_GBPS = 100  # lanes of 25 Gb/s and more; without correction their raw errors reach the receiver
+
+
+@check(
+    "nic.cable",
+    title="bit errors, error correction and temperature of the cables and transceivers",
+    source="mlxlink -m -c --json (root); else ethtool -m",
+    expectation="at most one bit error in 10^12 bits after correction; FEC on from 100 Gb/s; transceivers below their "
+    "own high limit. Not measured where neither program is installed",
+    remedy="Clean or replace cable and transceiver, and check the airflow past the ports; set FEC to auto at "
+    "both ends.",
+    wants="nic.count",
+    severity=Severity.WARNING,
+    quick=False,
+)
+def nic_cable(node: Node, profile: Profile) -> Finding:
+    reasons: list[str] = []
+    measured = 0
+
+    def fault(port: Port) -> str | None:
+        nonlocal measured
+        for read in (_ask_mlxlink, _ask_ethtool):
+            try:
+                found = read(node, port)
+            except Unreadable as error:
+                reasons.append(str(error))
+            else:
+                measured += 1
+                return ", ".join(found) or None
+        return None
+
+    ports = active_ports(node, profile)
+    found = survey(ports, port_name, fault, f"{len(ports)} ports")
+    return found if measured else Finding(Status.PASS, f"not measured: {reasons[0]}")
+
+
+def _ask_mlxlink(node: Node, port: Port) -> list[str]:
+    text = node.command("mlxlink", "-d", port[0].name, "-m", "-c", "--json")
+    values = dict(re.findall(r'"([^"]+)"\s*:\s*"([^"]*)"', text))
+    faults = []
+    for name in ("Effective Physical BER", "Symbol BER"):
+        with contextlib.suppress(ValueError):
+            faults += [f"{name} {values[name]}"] if float(values.get(name, "0")) > _MOST_BER else []
+    fec = values.get("FEC", "")
+    if port[1].rate_gbps >= _NEEDS_FEC_GBPS and re.fullmatch(r"No[- ]FEC", fec, re.IGNORECASE):
+        faults.append("no FEC")
+    heat = re.match(r"(-?\d{1,3})\s*\[-?\d{1,3}\.\.(\d{1,3})\]", values.get("Temperature [C]", ""))
+    if heat and int(heat[1]) >= int(heat[2]):
+        faults.append(f"transceiver at {heat[1]} °C, its limit is {heat[2]}")
+    return faults
+
+
+def _ask_ethtool(node: Node, port: Port) -> list[str]:
+    text = node.command("ethtool", "-m", netdev_of(node, port))
+    alarms = re.findall(r"^\s*Module temperature high (alarm|warning)\s*: On", text, re.MULTILINE)
+    return [f"transceiver too hot (high {alarm})" for alarm in alarms]
 
 
 @check(

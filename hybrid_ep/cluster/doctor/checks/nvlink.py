@@ -134,18 +134,13 @@ def nvlink_links(node: Node, profile: Profile) -> Finding:
             # Bridges join pairs, so that one board may be left over.
             spare = len(gpus) % 2 and len(gpus) - len(linked) == 1
             return "no bridge, as the others have" if linked and there and not spare else None
+        if want == "any" and (down or not there):
+            return f"{len(up)} of {len(there)} links up, down: {', '.join(down)}" if down else None
         counted = node.nvml.field(gpu_idx, _LINK_COUNT)
-        if want == "any":
-            if not there:
-                return None
-            if down:
-                return f"{len(up)} of {len(there)} links up, down: {', '.join(down)}"
-            return None if len(up) == counted else f"{len(up)} links up, {counted} by the driver's count"
-        if len(up) == want:
+        if len(up) == (counted if want == "any" else want):
             return None
-        return f"{len(up)} of {want} links up" + (
-            f", down: {', '.join(down)}" if down else f", {counted} by the driver's count"
-        )
+        said = f"down: {', '.join(down)}" if down else f"{counted} by the driver's count"
+        return f"{len(up)} links up, {said}" if want == "any" else f"{len(up)} of {want} links up, {said}"
 
     good = "all that are there" if want == "any" else f"{want} links up on every GPU"
     return survey(gpus, _name, fault, good if linked or not on_bridges else "no bridge", if_none="every GPU has MIG on")
@@ -192,6 +187,29 @@ def nvlink_errors(node: Node, profile: Profile) -> Counters:
     return found  # empty where no link is up: nvlink.links says whether that is right
 
 
+def _judge_outlier(before: Counters, after: Counters, *_: object) -> tuple[Finding, Counters]:
+    faults = []
+    for name in ("replay", "recovery", "link_recovery_events"):
+        values = {thing: value for (thing, counter), value in before.items() if counter == name}
+        usual = statistics.median(values.values()) if len(values) > 2 else 0.0
+        odd = {thing: value for thing, value in values.items() if len(values) > 2 and value >= _OUTLIER * max(1, usual)}
+        faults += [f"{thing}: {name} {value}, median of {len(values)} links {usual:g}" for thing, value in odd.items()]
+    return Finding.judge([shorten(faults)] if faults else [], "all links alike"), {}
+
+
+counters(
+    "nvlink.outlier",
+    title="one link unlike all the others since the driver was loaded",
+    source="the counters of nvlink.errors that sound links do not raise: replay, recovery, link_recovery_events",
+    expectation="no link has 50 events or more, and 50 times as many as the median of the node's links",
+    remedy="The link still repairs itself. Reset the GPU; if the counter comes back, have baseboard, NVSwitch or cable "
+    "serviced before the link fails.",
+    wants="nvlink.links",
+    judge=_judge_outlier,
+    severity=Severity.WARNING,
+)(nvlink_errors)
+
+
 def _c2c_counters(node: Node, gpu_idx: int) -> Counters:
     """Of the links between GPU and CPU; empty where the driver does not count."""
     found: dict[tuple[str, str], int] = {}
@@ -219,36 +237,6 @@ def nvlink_c2c(node: Node, profile: Profile) -> Finding:
         return f"{len(links) - len(down)} of {len(links)} links up, down: {', '.join(down)}" if down else None
 
     return survey(node.nvml.gpus, _name, fault, "all up")
-
-
-@check(
-    "nvlink.outlier",
-    title="one link unlike all the others since the driver was loaded",
-    source="the counters of nvlink.errors that sound links do not raise: replay, recovery, link_recovery_events",
-    expectation="no link has 50 events or more, and 50 times as many as the median of the node's links",
-    remedy="The link still repairs itself. Reset the GPU; if the counter comes back, have baseboard, NVSwitch or cable "
-    "serviced before the link fails.",
-    wants="nvlink.links",
-    severity=Severity.WARNING,
-    quick=False,
-)
-def nvlink_outlier(node: Node, profile: Profile) -> Finding:
-    values: dict[str, dict[str, int]] = {name: {} for name in ("replay", "recovery", "link_recovery_events")}
-    for gpu_idx in node.nvml.gpus:
-        for link in _active_links(node, gpu_idx):
-            for (thing, name), value in _link_counters(node, gpu_idx, link).items():
-                if name in values:
-                    values[name][thing] = value
-    faults = []
-    for name, of_links in values.items():
-        usual = statistics.median(of_links.values()) if len(of_links) > 2 else 0.0
-        most = max(_OUTLIER, _OUTLIER * usual)
-        odd = {thing: value for thing, value in of_links.items() if value >= most}
-        if len(of_links) > 2 and odd:
-            faults += [
-                f"{thing}: {name} {value}, median of {len(of_links)} links {usual:g}" for thing, value in odd.items()
-            ]
-    return Finding.judge([shorten(faults)] if faults else [], "all links alike")
 
 
 def _link_counters(node: Node, gpu_idx: int, link: int) -> Counters:
