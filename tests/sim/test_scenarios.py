@@ -126,7 +126,7 @@ def test_each_scenario_stands_in_the_file_of_its_first_check() -> None:
 
 def test_there_are_many_sound_nodes(reports: Reports) -> None:
     sound = [*HEALTHY, *(scenario.name for scenario in SCENARIOS if not scenario.expected)]
-    assert len(sound) >= 25
+    assert len(sound) >= 100
     assert [name for name in sound if _not_passed(reports[name])] == []
 
 
@@ -164,7 +164,7 @@ def test_no_damage_crashes_the_doctor(seed: int, num_nodes: int) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["nodes"] >= num_nodes
-    assert found["pairs"] >= 10 * num_nodes
+    assert found["pairs"] >= 10 * min(num_nodes, 80)  # all that there are
     assert found["crashes"] == []
     assert {*FILE_DAMAGES, *PLACE_DAMAGES, "NVML", "fact", "silent"} <= set(found["damages"])
     assert set(found["statuses"]) >= {"pass", "fail", "unknown"}

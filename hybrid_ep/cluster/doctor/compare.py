@@ -214,12 +214,15 @@ def _vbios(reports: Sequence[Report]) -> Finding:
 def _pkeys(reports: Sequence[Report]) -> Finding:
     """Partition keys at index 0, of InfiniBand ports; the highest bit, full membership, is nic.pkey's."""
 
-    def keys(report: Report) -> str:
-        ports = [port for port in report.facts.get("ports") or [] if port["link_layer"] == "InfiniBand"]
-        found = {port["pkey"] and f"{int(port['pkey'], 16) & 0x7FFF:#06x}" for port in ports}
-        return ", ".join(sorted(str(key or "not known") for key in found)) or "no InfiniBand port"
+    def ports(report: Report) -> list[dict[str, Any]]:
+        return [port for port in report.facts.get("ports") or [] if port["link_layer"] == "InfiniBand"]
 
-    return _one_value(reports, keys)
+    def keys(report: Report) -> str | None:
+        found = [port.get("pkey") for port in ports(report)]
+        return None if None in found else ", ".join(sorted({f"{int(key, 16) & 0x7FFF:#06x}" for key in found}))
+
+    nodes = [report for report in reports if ports(report)]
+    return _one_value(nodes, keys) if nodes else Finding(Status.PASS, "no InfiniBand port")
 
 
 def _boots(reports: Sequence[Report]) -> Finding:
