@@ -301,9 +301,9 @@ def host_kernel(node: Node, profile: Profile) -> Finding:
     "host.kernel_log",
     title="faults of the host, and of GPUs, their NICs and the bridges above them, since the boot",
     source="kernel log, as gpu.xid",
-    expectation="no uncorrected error of CPU or host memory, no oops and no CPU that locked up; of GPUs, their NICs "
-    "and the bridges above: no uncorrected PCIe error, no DMA that the IOMMU refused, no fault of NIC firmware, power, "
-    "temperature, transceiver or transmit queue. Other devices do not count",
+    expectation="no uncorrected error of CPU or host memory, no oops and no CPU that locked up. Of GPUs, their NICs "
+    "and the bridges above: no uncorrected PCIe error and no DMA that the IOMMU refused. Of the NICs no fault of "
+    "firmware, power, temperature, transceiver or transmit queue. Other devices do not count",
     remedy="PCIe: reseat the device at the address, check riser and retimer firmware. NIC: update its firmware, check "
     "cooling, transceiver and cable; replace it when it comes back. IOMMU: boot with iommu=pt, and update the device's "
     "driver. CPU and host memory: the BMC's event log names the module; replace it. Oops or lockup: reboot, and update "

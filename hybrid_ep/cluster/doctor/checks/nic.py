@@ -511,8 +511,8 @@ def nic_umad(node: Node, profile: Profile) -> Finding:
     title="partition key",
     source=f"{INFINIBAND}/*/ports/*/pkeys (InfiniBand only)",
     expectation="full membership (0x8000 is set) of a partition at index 0, which NCCL, NVSHMEM and this package take",
-    remedy="Have the subnet manager put the port into the partition of the job as full member, at index 0 "
-    "(partitions.conf of OpenSM: the GUID of the port, =full). Limited members reach full members alone.",
+    remedy="Have the subnet manager put the port into the job's partition as full member, at index 0. With OpenSM that "
+    "is the port's GUID with =full in partitions.conf. Limited members reach full members alone.",
     wants="nic.count",
 )
 def nic_pkey(node: Node, profile: Profile) -> Finding:

@@ -44,8 +44,8 @@ _SETTINGS = ("/etc/nccl.conf", "/etc/environment")
     title="NCCL settings for every job of the node",
     source=f"{' and '.join(_SETTINGS)}; the environment",
     expectation="none that NCCL's manual keeps for debugging",
-    remedy="Take them out where they hold for all jobs, and set them in the one job that needs them: they switch off "
-    "paths, and cost bandwidth on all others.",
+    remedy="Take them out where they hold for all jobs, and set them in the one job that needs them. They switch off "
+    "paths, and cost all other jobs bandwidth.",
     wants="gpu.count",
     severity=Severity.WARNING,
 )
