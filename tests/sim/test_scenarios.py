@@ -91,13 +91,22 @@ def test_fault_is_found_by_its_check_alone(reports: Reports, scenario: Scenario)
     assert report.exit_code == (1 if Status.FAIL in errors else 2 if errors else 0)
 
 
+# The recording is older than these checks.
+_OLDER = {
+    "host.nofile": "/proc/self/limits has no line for it",
+    "host.cpus": "/sys/devices/system/cpu/present: No such file or directory",
+    "driver.cuda_start": "cuda_start init: not recorded",
+}
+
+
 def test_real_node_has_the_faults_that_its_profile_sees(reports: Reports) -> None:
     """Four of eight GPUs, no NIC, in a virtual machine: named once each; what needs a NIC is unknown, not passed."""
     report = reports["h200-4gpu-vm as hgx-h200"]
     failed = {result.id for result in report.results if result.status is Status.FAIL}
     assert failed == {"gpu.count", "nic.count", "gdr.ibgda", "host.clock"}
     unknown = {result.id: result.seen for result in report.results if result.status is Status.UNKNOWN}
-    assert unknown.pop("host.nofile") == "/proc/self/limits has no line for it"  # the recording is older than the check
+    for check_id, seen in _OLDER.items():
+        assert unknown.pop(check_id) == seen
     assert set(unknown.values()) == {"no NIC to examine, see nic.count"}
     assert {check_id.partition(".")[0] for check_id in unknown} == {"nic", "affinity", "gdr"}
     errors = next(result for result in report.results if result.id == "nvlink.errors")
@@ -107,8 +116,9 @@ def test_real_node_has_the_faults_that_its_profile_sees(reports: Reports) -> Non
 
 def test_real_node_is_fit_by_its_sites_profile(reports: Reports) -> None:
     report = reports["h200-4gpu-vm as h200-4gpu-vm"]
-    assert _not_passed(report) == {"host.clock": Status.FAIL}
-    assert report.exit_code == 0  # a warning
+    unknown = {name: status for name, status in _not_passed(report).items() if name not in _OLDER}
+    assert unknown == {"host.clock": Status.FAIL}  # a warning
+    assert not [result for result in report.results if result.shown_as == "fail"]
 
 
 def test_page_has_a_row_for_each_scenario() -> None:

@@ -41,8 +41,8 @@ def _judge(
     title="jobs that stand still",
     source="NVML DeviceGetUtilizationRates, DeviceGetPowerUsage, ComputeRunningProcesses, fields 138 "
     "and 139; counters of the NICs",
-    expectation="no GPU is 95 % busy with at most 20 % of its power, and no byte on NVLink and NICs for 10 minutes. That "
-    "takes several runs with --state",
+    expectation="no GPU is 95 % busy with at most 20 % of its power, and no byte on NVLink and NICs for 10 minutes. "
+    "That takes several runs with --state",
     remedy="The ranks wait for one that does not come. Look at the job's log for a rank that died, take stacks with "
     "py-spy dump --pid PID, and end the job. Then look at the node that the missing rank was on.",
     wants="gpu.count",
