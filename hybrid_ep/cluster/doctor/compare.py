@@ -219,7 +219,8 @@ def _pkeys(reports: Sequence[Report]) -> Finding:
 
     def keys(report: Report) -> str | None:
         found = [port.get("pkey") for port in ports(report)]
-        return None if None in found else ", ".join(sorted({f"{int(key, 16) & 0x7FFF:#06x}" for key in found}))
+        known = {f"{int(key, 16) & 0x7FFF:#06x}" for key in found if key is not None}
+        return None if None in found else ", ".join(sorted(known))
 
     nodes = [report for report in reports if ports(report)]
     return _one_value(nodes, keys) if nodes else Finding(Status.PASS, "no InfiniBand port")

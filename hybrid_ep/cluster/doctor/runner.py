@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from hybrid_ep import env
 from hybrid_ep._version import __version__
-from hybrid_ep.cluster.doctor.model import Check, Counters, Finding, Report, Result, Severity, Status
+from hybrid_ep.cluster.doctor.model import Check, Counters, Finding, Report, Result, Sample, Severity, Status
 from hybrid_ep.cluster.doctor.node import Node, WatchedNode
 from hybrid_ep.cluster.doctor.profile import Profile
 from hybrid_ep.cluster.doctor.registry import GROUPS, all_checks
@@ -150,9 +150,14 @@ def _examine(check: Check, node: Node | WatchedNode, profile: Profile) -> Findin
 
 def _read_counters(node: Node | WatchedNode, profile: Profile, checks: list[Check]) -> Readings:
     """Readings by check; several that judge one sample get the same reading."""
-    samples = dict.fromkeys(check.sample for check in checks if check.sample)
-    readings = {sample: _guard(node.run, sample, profile) for sample in samples if sample}
-    return {check.id: readings[check.sample] for check in checks if check.sample}
+    readings: dict[Sample, Counters | Unreadable] = {}
+    found: dict[str, Counters | Unreadable] = {}
+    for check in checks:
+        if check.sample is not None:
+            if check.sample not in readings:
+                readings[check.sample] = _guard(node.run, check.sample, profile)
+            found[check.id] = readings[check.sample]
+    return found
 
 
 def _result(check: Check, finding: Finding, profile: Profile) -> Result:
