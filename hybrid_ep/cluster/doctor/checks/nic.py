@@ -347,7 +347,8 @@ def nic_pcie_settings(node: Node, profile: Profile) -> Finding:
         return ", ".join(faults) or None
 
     nics = [nic for nic in required_nics(node, profile) if nic.pci_address]
-    return survey(nics, _name, fault, "large requests, relaxed ordering", if_none="no NIC on PCIe")
+    good = "a virtual machine: the hypervisor decides" if node.is_guest else "large requests, relaxed ordering"
+    return survey(nics, _name, fault, good, if_none="no NIC on PCIe")
 
 
 def _device_control(config: bytes) -> int:
