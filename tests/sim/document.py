@@ -27,21 +27,22 @@ def document() -> str:
 def _faults() -> Iterator[str]:
     faults = [scenario for scenario in load_scenarios() if scenario.expected]
     yield f"### Faults and what cannot be told ({len(faults)})\n"
-    yield "| fault | node | fails | unknown | words |\n|---|---|---|---|---|"
+    yield "| fault | node | fails | unknown | words | after |\n|---|---|---|---|---|---|"
     for item in faults:
-        unknown = item.unknown.split()
+        unknown = item.unknown_ids
         listed = ", ".join(unknown) if len(unknown) <= 4 else f"{', '.join(unknown[:3])} and {len(unknown) - 3} more"
         finds = ", ".join(item.finds.split())
-        yield f"| {item.name} | {item.platform} | {finds or '–'} | {listed or '–'} | {_cell(item.seen)} |"
+        cells = (item.name, item.platform, finds or "–", listed or "–", _cell(item.seen), item.source)
+        yield f"| {' | '.join(cells)} |"
     yield ""
 
 
 def _sound() -> Iterator[str]:
     sound = [*(Scenario(name, name) for name in HEALTHY), *(item for item in load_scenarios() if not item.expected)]
     yield f"### Sound nodes ({len(sound)})\n"
-    yield "| node | platform | profile | verdict |\n|---|---|---|---|"
+    yield "| node | platform | profile | verdict | after |\n|---|---|---|---|---|"
     for item in sound:
-        yield f"| {item.name} | {item.platform} | {profile_of(item.platform)} | pass |"
+        yield f"| {item.name} | {item.platform} | {profile_of(item.platform)} | pass | {item.source} |"
 
 
 def _cell(text: str) -> str:

@@ -6,7 +6,7 @@
  *
  * A value "100+5" rises by 5 at each reading; "!13" makes the call return that nvmlReturn_t; a key that is not there
  * means NVML_ERROR_NOT_SUPPORTED. Without the variable there is no driver: nvmlInit says NVML_ERROR_DRIVER_NOT_LOADED.
- * A line "hang 1" makes nvmlInit never return, as a driver in trouble does. Not thread safe; a handle is the GPU's
+ * A line "hang 1" makes nvmlInit never return, as a driver in trouble does, and "init !999" makes it return that. Not thread safe; a handle is the GPU's
  * index plus one.
  */
 #include <nvml.h>
@@ -62,6 +62,7 @@ static nvmlReturn_t load(void) {
   fclose(file);
   for (size_t i = 0; i < num_entries; ++i) {
     while (strcmp(entries[i].key, "hang") == 0) pause();
+    if (strcmp(entries[i].key, "init") == 0) return (nvmlReturn_t)atoi(entries[i].value + 1);
   }
   sessions = 1;
   return NVML_SUCCESS;
@@ -320,6 +321,10 @@ nvmlReturn_t nvmlDeviceGetInforomImageVersion(nvmlDevice_t device, char* text, u
   return get_text(text, length, "gpu.%d.inforom", index_of(device));
 }
 
+nvmlReturn_t nvmlDeviceGetPowerUsage(nvmlDevice_t device, unsigned* milliwatts) {
+  return get_unsigned(device, "power_usage", milliwatts);
+}
+
 /* As many processes as the file counts, without a life of their own. */
 nvmlReturn_t nvmlDeviceGetComputeRunningProcesses_v3(nvmlDevice_t device, unsigned* count, nvmlProcessInfo_t* infos) {
   unsigned number = 0;
@@ -328,7 +333,10 @@ nvmlReturn_t nvmlDeviceGetComputeRunningProcesses_v3(nvmlDevice_t device, unsign
   const unsigned room = *count;
   *count = number;
   if (number > room) return NVML_ERROR_INSUFFICIENT_SIZE;
-  if (number > 0) memset(infos, 0, number * sizeof *infos);
+  if (number > 0) {
+    memset(infos, 0, number * sizeof *infos);
+    (void)get_unsigned(device, "first_process", &infos[0].pid);
+  }
   return NVML_SUCCESS;
 }
 
@@ -450,6 +458,10 @@ nvmlReturn_t nvmlDeviceGetGpuFabricInfoV(nvmlDevice_t device, nvmlGpuFabricInfoV
   info->cliqueId = found.cliqueId;
   info->state = found.state;
   if (get_unsigned(device, "fabric.health", &info->healthMask) != NVML_SUCCESS) info->healthMask = 0;
+  unsigned summary = 0;
+  if ((info->version >> 24) >= 3 && get_unsigned(device, "fabric.summary", &summary) == NVML_SUCCESS) {
+    info->healthSummary = (unsigned char)summary;
+  }
   return NVML_SUCCESS;
 }
 

@@ -40,13 +40,15 @@ class Platform:
         fabric: NVML reports the fabric (Hopper and later).
         tray: a compute tray of an NVL72 rack.
         profile: that fits; empty: the platform's own name.
-        is_proposed: whether the doctor proposes that profile; otherwise it is given.
         storage: there is one more NIC with two ports, one of them without a cable.
         virtual: NICs are virtual functions, and the physical ones are not RDMA devices here.
         near: one more NIC below the first GPU's switch: ``dpu`` (another model and rate), ``same`` (same model and
             rate, further away), ``spare`` (each NIC has a second function without a cable), ``pair`` (with one),
             ``tray`` (a DPU of the NICs' rate on each socket, as in an NVL72 tray).
-        efa: interfaces of EFA for each GPU, in place of NICs with reliable connections.
+        efa: interfaces of EFA, in place of NICs with reliable connections.
+        dmi: vendor, product and asset tag of the firmware; empty where it says nothing that matters.
+        guest: a virtual machine that shows no PCIe tree, and NICs that are virtual functions without a link.
+        host_gib: memory of the host.
         memory_gib: of a GPU.
         generation: of PCIe.
     """
@@ -63,13 +65,15 @@ class Platform:
     fabric: bool = True
     tray: bool = False
     profile: str = ""
-    is_proposed: bool = True
     storage: bool = False
     virtual: bool = False
     near: str = ""
     efa: int = 0
     memory_gib: float = 79.6
     generation: int = 5
+    dmi: tuple[str, str, str] = ("Supermicro", "SYS-821GE-TNHR", "Default string")
+    guest: bool = False
+    host_gib: int = 2048
 
 
 PLATFORMS = {
@@ -142,19 +146,73 @@ PLATFORMS = {
     ),
     "l40s": Platform("NVIDIA L40S", 4, 0, 0, False, "550.144.03", 12040, "", "", fabric=False, profile="gpu-server"),
 }
+_OCI = ("Oracle Corporation", "ORACLE SERVER E5-2c", "OracleCloud.com")
+_AZURE = ("Microsoft Corporation", "Virtual Machine", "7783-7084-3265-9085-8269-3286-77")
+_GCP = ("Google", "Google Compute Engine", "Google")
 PLATFORMS |= {
     "hgx-h100 with storage": replace(PLATFORMS["hgx-h100"], profile="hgx-h100", storage=True),
     "hgx-h200 with virtual functions": replace(PLATFORMS["hgx-h200"], profile="hgx-h200", virtual=True),
     "hgx-h200 with a DPU": replace(PLATFORMS["hgx-h200"], profile="hgx-h200", near="dpu"),
     "hgx-h200 with a storage NIC of the same model": replace(PLATFORMS["hgx-h200"], profile="hgx-h200", near="same"),
     "oci-h100": replace(
-        PLATFORMS["hgx-h100"], link_layer="Ethernet", rate="200 Gb/sec (4X HDR)", near="pair", is_proposed=False
+        PLATFORMS["hgx-h100"], link_layer="Ethernet", rate="200 Gb/sec (4X HDR)", near="pair", dmi=_OCI
     ),
-    "p5-efa": replace(
-        PLATFORMS["hgx-h100"], link_layer="Unknown", rate="100 Gb/sec (4X EDR)", efa=4, is_proposed=False
+    "oci-a100": replace(
+        PLATFORMS["dgx-a100"], link_layer="Ethernet", rate="100 Gb/sec (2X HDR)", near="pair", dmi=_OCI
     ),
-    "p5en-efa": replace(
-        PLATFORMS["hgx-h200"], link_layer="Unknown", rate="200 Gb/sec (4X HDR)", efa=2, is_proposed=False
+    "h100-nvl": replace(
+        PLATFORMS["l40s"], gpu_name="NVIDIA H100 NVL", links=18, mb_per_s=26562, profile="", memory_gib=93.6
+    ),
+    **{
+        f"{name}{suffix}": replace(
+            PLATFORMS[base],
+            link_layer="Unknown",
+            rate=rate,
+            efa=count,
+            guest=True,
+            host_gib=memory,
+            dmi=("Amazon EC2", product, "Amazon EC2"),
+            profile=name,
+        )
+        for name, suffix, base, product, count, rate, memory in (
+            ("p4d-efa", "", "dgx-a100", "p4d.24xlarge", 4, "100 Gb/sec (4X EDR)", 1152),
+            ("p5-efa", "", "hgx-h100", "p5.48xlarge", 32, "100 Gb/sec (4X EDR)", 2048),
+            ("p5-efa", " whose firmware cannot be seen", "hgx-h100", "", 32, "100 Gb/sec (4X EDR)", 2048),
+            ("p5e-efa", "", "hgx-h200", "p5e.48xlarge", 32, "100 Gb/sec (4X EDR)", 2048),
+            ("p5en-efa", "", "hgx-h200", "p5en.48xlarge", 16, "200 Gb/sec (4X HDR)", 2048),
+            ("p6-b200-efa", "", "hgx-b200", "p6-b200.48xlarge", 8, "400 Gb/sec (4X NDR)", 2048),
+            ("p6-b300-efa", "", "hgx-b300", "p6-b300.48xlarge", 16, "400 Gb/sec (4X NDR)", 4096),
+        )
+    },
+    **{
+        name: replace(PLATFORMS[base], link_layer="InfiniBand", dmi=_AZURE, guest=True, near="guest", host_gib=memory)
+        for name, base, memory in (
+            ("azure-nd-a100", "dgx-a100", 900),
+            ("azure-nd-h100", "hgx-h100", 1900),
+            ("azure-nd-h200", "hgx-h200", 1850),
+            ("azure-nd-gb200", "gb200-nvl72", 900),
+        )
+    },
+    **{
+        f"azure-nc {count}x {board}": replace(
+            PLATFORMS["l40s"], gpu_name=f"NVIDIA {board}", num_gpus=count, dmi=_AZURE, guest=True, profile="azure-nc"
+        )
+        for count, board in ((1, "H100 NVL"), (2, "H100 NVL"), (4, "A100 80GB PCIe"))
+    },
+    "gcp-a3": replace(PLATFORMS["hgx-h100"], link_layer="", dmi=_GCP, guest=True),
+    "gcp-a3 with one GPU": replace(
+        PLATFORMS["hgx-h100"], link_layer="", dmi=_GCP, guest=True, num_gpus=1, links=0, profile="gcp-a3"
+    ),
+    "gcp-a3-ultra": replace(PLATFORMS["hgx-h200"], dmi=_GCP, guest=True),
+    "gcp-a4": replace(PLATFORMS["hgx-b200"], dmi=_GCP, guest=True),
+    "p5-4xlarge": replace(
+        PLATFORMS["hgx-h100"],
+        link_layer="",
+        num_gpus=1,
+        links=0,
+        fabric=False,
+        guest=True,
+        dmi=("Amazon EC2", "p5.4xlarge", "Amazon EC2"),
     ),
     "gb200-nvl72 with DPUs": replace(PLATFORMS["gb200-nvl72"], profile="gb200-nvl72", near="tray"),
     "hgx-h100 with spare ports": replace(PLATFORMS["hgx-h100"], profile="hgx-h100", near="spare"),
@@ -169,16 +227,19 @@ def profile_of(name: str) -> str:
 def healthy(name: str) -> Recording:
     """A node of this profile with nothing wrong."""
     node = Recording()
-    _add_host(node)
-    if name == "cpu":
+    platform = PLATFORMS.get(name)
+    _add_host(node, platform)
+    if platform is None:
+        _add_pci(node, ["pci0000:00", "0000:00:01.0"], "0x060400", ("0x8086", "0x347a"), 0)
         return node
-    platform = PLATFORMS[name]
     for idx in range(platform.num_gpus):
         _add_devices(node, platform, idx)
     if platform.storage:
         _add_storage(node, platform)
     if platform.efa:
         node.files["/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages"] = "2560\n"
+    for number in range(platform.efa):
+        _add_efa(node, platform, number)
     _add_driver(node, platform)
     return node
 
@@ -189,14 +250,22 @@ def _numa_node(platform: Platform, idx: int) -> int:
 
 def gpu_address(platform: Platform, idx: int) -> str:
     """PCI address of a GPU."""
+    if platform.guest:
+        return f"{0x100 + idx:04x}:00:00.0"
     return f"{0x8 + idx:04x}:01:00.0" if platform.tray else f"0000:{0x13 + 0x10 * idx:02x}:00.0"
 
 
-def _add_host(node: Recording) -> None:
+def _add_host(node: Recording, platform: Platform | None) -> None:
+    guest = platform is not None and platform.guest
+    for key, text in zip(
+        ("sys_vendor", "product_name", "chassis_asset_tag"), platform.dmi if platform else (), strict=False
+    ):
+        node.files[f"/sys/class/dmi/id/{key}"] = f"{text}\n"
     node.files |= {
-        "/proc/cpuinfo": "flags\t\t: fpu sse2 avx512f\n",
+        "/proc/cpuinfo": "flags\t\t: fpu sse2 avx512f" + " hypervisor" * guest + "\n",
         "/proc/devices": "Character devices:\n  1 mem\n",
-        "/proc/meminfo": "MemTotal:       2113000000 kB\n",
+        # The kernel keeps 1.6 % for itself.
+        "/proc/meminfo": f"MemTotal:       {int((platform.host_gib if platform else 2048) * 0.984 * 2**20)} kB\n",
         "/proc/self/limits": "Max locked memory         unlimited            unlimited            bytes     \n"
         "Max open files            1048576              1048576              files     \n",
         "/proc/self/mounts": "tmpfs /dev/shm tmpfs rw,nosuid,nodev 0 0\n",
@@ -206,6 +275,10 @@ def _add_host(node: Recording) -> None:
         "/proc/sys/kernel/random/boot_id": "6d2a3c1e-0000-4000-8000-000000000001\n",
         "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages": "0\n",
         "/sys/module/ib_core/.present": "",
+        "/sys/devices/system/cpu/present": "0-223\n",
+        "/sys/devices/system/cpu/online": "0-223\n",
+        "/sys/devices/system/cpu/smt/control": "on\n",
+        "/sys/devices/system/edac/mc/mc0/ue_count": "0\n",
         "/dev/kmsg": "6,0,0,-;Linux version 6.8.0\n6,1,9,-;nvidia: loading out-of-tree module\n"
         "6,2,9000000,-;NVRM: loading NVIDIA UNIX Open Kernel Module for x86_64\n",
         "/sys/fs/cgroup/cgroup.controllers": "cpu memory pids\n",
@@ -215,7 +288,7 @@ def _add_host(node: Recording) -> None:
         node.files[f"/sys/devices/system/node/node{numa_node}/cpulist"] = ("0-55,112-167\n", "56-111,168-223\n")[
             numa_node
         ]
-    for cpu in range(4):
+    for cpu in range(0 if guest else 4):
         node.files[f"/sys/devices/system/cpu/cpu{cpu}/cpufreq/scaling_governor"] = "performance\n"
     node.facts |= {
         "hostname": "simulated",
@@ -282,7 +355,9 @@ def nic_config(*, read_request: int, relaxed_ordering: bool) -> str:
 def _add_devices(node: Recording, platform: Platform, idx: int) -> None:
     numa_node = _numa_node(platform, idx)
     gpu = gpu_address(platform, idx)
-    if platform.tray:
+    if platform.guest:
+        gpu_path, nic_path = [f"pci{gpu[:7]}", gpu], [f"pci{0x200 + idx:04x}:00", f"{0x200 + idx:04x}:00:02.0"]
+    elif platform.tray:
         trees = [[f"pci{domain:04x}:00", f"{domain:04x}:00:00.0"] for domain in (8 + idx, idx)]
         for tree in trees:
             _add_pci(node, tree, "0x060400", ("0x10de", "0x22b1"), numa_node, platform.generation)
@@ -296,17 +371,18 @@ def _add_devices(node: Recording, platform: Platform, idx: int) -> None:
         gpu_path, nic_path = [*ports[0], gpu], [*ports[1], f"0000:{bus + 4:02x}:00.0"]
     _add_pci(node, gpu_path, "0x030200", ("0x10de", "0x2330"), numa_node, platform.generation)
     _add_gpu(node, platform, idx)
-    if platform.link_layer:
-        for number in range(platform.efa):
-            _add_efa(node, platform, idx * platform.efa + number)
-        if not platform.efa:
-            _add_nic(node, platform, idx + 2 * (platform.near == "tray"), nic_path, numa_node)
+    if platform.link_layer and not platform.efa:
+        _add_nic(node, platform, idx + 2 * (platform.near == "tray"), nic_path, numa_node)
         if platform.near and idx == 0:
             _add_near(node, platform, nic_path)
 
 
 def _add_near(node: Recording, platform: Platform, first: list[str]) -> None:
     """More NICs near a GPU that are not the GPUs'."""
+    if platform.near == "guest":  # Azure's own network
+        own = replace(platform, link_layer="Ethernet", rate="100 Gb/sec (4X EDR)")
+        _add_nic(node, own, 9, ["pci0900:00", "0900:00:02.0"], 0, "0x101a")
+        return
     if platform.near == "tray":
         for idx in (0, 1):
             trunk = [f"pci{0x16 + idx:04x}:00", f"{0x16 + idx:04x}:00:00.0"]
@@ -342,7 +418,7 @@ def _add_near(node: Recording, platform: Platform, first: list[str]) -> None:
 def _add_efa(node: Recording, platform: Platform, idx: int) -> None:
     """An interface of EFA: a virtual function without a slot, a link and a network interface that the machine shows."""
     name, path = f"rdmap{idx}s27", [f"pci0001:{idx:02x}", f"0001:{idx:02x}:1b.0"]
-    _add_pci(node, path, "0x020000", ("0x1d0f", "0xefa1"), _numa_node(platform, idx // platform.efa))
+    _add_pci(node, path, "0x020000", ("0x1d0f", "0xefa1"), idx * 2 // platform.efa)
     place, device = "/sys/devices/" + "/".join(path), f"/sys/class/infiniband/{name}"
     node.links[f"{device}/device"] = "../../../devices/" + "/".join(path)
     node.files |= {
@@ -359,6 +435,7 @@ def _add_efa(node: Recording, platform: Platform, idx: int) -> None:
         f"/sys/class/infiniband_verbs/uverbs{idx}/ibdev": f"{name}\n",
     }
     node.files |= {f"{device}/ports/1/hw_counters/{counter}": "0\n" for counter in _EFA_COUNTERS}
+    node.files |= {f"{device}/hw_counters/{counter}": "0\n" for counter in ("cmds_err", "no_completion_cmds")}
     node.devices[f"/dev/infiniband/uverbs{idx}"] = f"char 231:{192 + idx}\n"
     node.facts["verbs"].append({"name": name, "dmabuf": True, "ports": [{"port": 1, "active_mtu_bytes": 4096}]})
 
@@ -392,6 +469,9 @@ def _add_nic(
     node: Recording, platform: Platform, idx: int, path: list[str], numa_node: int, model: str = "0x1021"
 ) -> None:
     path = _add_function(node, platform, path, numa_node, model)
+    if platform.guest:
+        place = "/sys/devices/" + "/".join(path)
+        node.files |= {f"{place}/current_link_width": "0\n", f"{place}/current_link_speed": "Unknown\n"}
     device = f"/sys/class/infiniband/mlx5_{idx}"
     port = f"{device}/ports/1"
     infiniband = platform.link_layer == "InfiniBand"
@@ -407,6 +487,10 @@ def _add_nic(
         f"{port}/sm_lid": "0x1\n" if infiniband else "0x0\n",
         f"/sys/devices/{'/'.join(path)}/net/{netdev}/mtu": "2044\n" if infiniband else "9000\n",
         f"/sys/class/net/{netdev}/mtu": "2044\n" if infiniband else "9000\n",
+        f"/sys/class/net/{netdev}/operstate": "up\n",
+        f"/sys/class/net/{netdev}/carrier_changes": "2\n",
+        f"{port}/pkeys/0": "0xffff\n",
+        f"{port}/pkeys/1": "0x0000\n",
         f"/sys/class/infiniband_verbs/uverbs{idx}/ibdev": f"mlx5_{idx}\n",
     }
     node.files |= {f"{port}/counters/{name}": "3\n" for name in _PORT_COUNTERS}
@@ -460,6 +544,8 @@ def _add_gpu(node: Recording, platform: Platform, idx: int) -> None:
         f"{gpu}.row_remap_failed": "0",
         f"{gpu}.persistence_mode": "1",
         f"{gpu}.clocks_event_reasons": "1",  # idle: a reason, not a slowdown
+        f"{gpu}.power_usage": "72000",
+        f"{gpu}.first_process": "0",
         f"{gpu}.utilization": "0",
         f"{gpu}.pcie_width": "16",
         f"{gpu}.pcie_width_max": "16",
@@ -472,6 +558,11 @@ def _add_gpu(node: Recording, platform: Platform, idx: int) -> None:
         node.nvml |= {f"{gpu}.field.230.0": "0", f"{gpu}.fabric.state": "3", f"{gpu}.fabric.status": "0"}
         node.nvml[f"{gpu}.fabric.cluster_uuid"] = _CLUSTER if platform.tray else "0" * 32
         node.nvml[f"{gpu}.fabric.clique"] = "1" if platform.tray else "0"
+    if platform.tray:
+        node.nvml[f"{gpu}.field.170.0"] = "2"
+        node.nvml |= {
+            f"{gpu}.field.{field}.{link}": str(int(field == 171)) for field in (171, 231, 232) for link in (0, 1)
+        }
     if platform.nvlink5:
         node.nvml |= {
             f"{gpu}.platform.chassis_serial": "1820000000001" if platform.tray else "",
@@ -480,12 +571,14 @@ def _add_gpu(node: Recording, platform: Platform, idx: int) -> None:
             f"{gpu}.platform.host_id": "1",
             f"{gpu}.platform.module_id": str(idx + 1),
         }
+    bridged = platform.gpu_name.endswith("NVL")
     for link in range(platform.links):
         node.nvml |= {
-            f"{gpu}.link.{link}.state": "1",
-            f"{gpu}.link.{link}.remote_type": "2",
+            f"{gpu}.link.{link}.state": "0" if bridged and link >= 12 else "1",
+            f"{gpu}.link.{link}.remote_type": "0" if bridged else "2",
             f"{gpu}.link.{link}.remote_pci": "0000:c0:00.0",
             f"{gpu}.field.164.{link}": str(platform.mb_per_s),
+            **{f"{gpu}.field.{field}.{link}": "4711" for field in (138, 139)},
         }
         if platform.nvlink5:
             node.nvml |= {f"{gpu}.field.{field}.{link}": "0" for field in _NVLINK5_FIELDS}
@@ -495,7 +588,8 @@ def _add_gpu(node: Recording, platform: Platform, idx: int) -> None:
             node.nvml[f"{gpu}.link.{link}.error.3"] = "40+2" if link % 3 == 0 else "11"
     for other in range(platform.num_gpus):
         if other != idx:
-            node.nvml[f"{gpu}.p2p.{other}.2"] = "0" if platform.links else "3"
+            joined = idx // 2 == other // 2 if bridged else bool(platform.links)
+            node.nvml[f"{gpu}.p2p.{other}.2"] = "0" if joined else "3"
 
 
 def _add_driver(node: Recording, platform: Platform) -> None:
@@ -510,6 +604,16 @@ def _add_driver(node: Recording, platform: Platform) -> None:
         f"{platform.driver}  Release Build\n",
         "/proc/driver/nvidia/params": 'EnableStreamMemOPs: 1\nRegistryDwords: "PeerMappingOverride=1;"\n',
         "/sys/module/nvidia_peermem/refcnt": "0\n",
+        "/sys/module/nvidia/refcnt": "9\n",
+    }
+    node.devices |= {f"/dev/nvidia{idx}": f"char 195:{idx}" for idx in range(platform.num_gpus)}
+    contexts = dict.fromkeys(map(str, range(platform.num_gpus)), 0)
+    node.facts["cuda_start"] = {
+        "init": 0,
+        "devices": platform.num_gpus,
+        "contexts": contexts,
+        "lost": "",
+        "library": "",
     }
     # A minor version later than the driver's, which CUDA allows.
     node.facts["torch_cuda"] = {12: "12.8", 13: "13.0"}[platform.cuda // 1000]
@@ -522,6 +626,6 @@ def _add_driver(node: Recording, platform: Platform) -> None:
             + ", ".join(f'"{tray}": {{"status": "READY", "host": "10.0.0.{tray + 1}"}}' for tray in range(18))
             + '}, "status": "UP"}'
         )
-    elif platform.links:
+    elif platform.links and not platform.gpu_name.endswith("NVL"):
         node.files["/sys/fs/cgroup/system.slice/nvidia-fabricmanager.service/cgroup.procs"] = "2101\n"
         node.facts["commands"]["nv-fabricmanager --version"] = f"Fabric Manager version is : {platform.driver}\n"

@@ -21,8 +21,9 @@ from typing import Any
 
 import yaml
 
-from hybrid_ep.cluster.doctor import Node, Report, Status, Unreadable, examine, load_profile, propose_profile
+from hybrid_ep.cluster.doctor import Node, Report, Status, examine, load_profile
 from hybrid_ep.cluster.doctor.capture import capture
+from hybrid_ep.cluster.doctor.command import propose
 from hybrid_ep.cluster.doctor.registry import GROUPS
 from hybrid_ep.cluster.doctor.rises import Memory
 from hybrid_ep.topology.recording import Recording, decode
@@ -54,12 +55,13 @@ class Scenario:
         driver: False: NVML does not start.
         remembered: counters of the last run, see `memory`.
         site: a profile of the site that extends the platform's.
+        source: the public report that shows such a node.
     """
 
     name: str
     platform: str
     finds: str = ""
-    unknown: str = ""
+    unknown: str | list[str] = ""
     seen: str = ""
     remedy: str = ""
     nvml: dict[str, Any] = field(default_factory=dict)
@@ -74,14 +76,20 @@ class Scenario:
     driver: bool = True
     remembered: dict[str, Any] = field(default_factory=dict)
     site: dict[str, Any] = field(default_factory=dict)
+    source: str = ""
 
     @property
     def expected(self) -> dict[str, Status]:
         """Check id → status of every check that does not pass."""
         return {
             **{check_id: Status.FAIL for check_id in self.finds.split()},
-            **{check_id: Status.UNKNOWN for check_id in self.unknown.split()},
+            **{check_id: Status.UNKNOWN for check_id in self.unknown_ids},
         }
+
+    @property
+    def unknown_ids(self) -> list[str]:
+        """The ids in `unknown`, which is a list where it repeats another one by a YAML alias."""
+        return (self.unknown if isinstance(self.unknown, str) else " ".join(self.unknown)).split()
 
     def memory(self) -> Memory | None:
         """The last run's counters, as ``remembered`` has them: hours ago, and check → thing → counter → value."""
@@ -110,6 +118,8 @@ class Scenario:
                     del table[key]
                 else:
                     table[key] = str(value)
+        if str(count := self.nvml.get("gpu_count")).isdigit():
+            node.facts["cuda_start"]["devices"] = count
         node.facts |= {key: value for key, value in self.facts.items() if key != "verbs"}
         for device in self.facts.get("verbs", []):
             node.facts["verbs"] = [other for other in node.facts["verbs"] if other["name"] != device["name"]] + [device]
@@ -135,13 +145,7 @@ def run(scenario: Scenario, root: Path) -> Report:
         return 1.0
 
     with closing(Node(root)) as node:
-        try:
-            names = [str(node.nvml.gpu(gpu_idx, "name")) for gpu_idx in node.nvml.gpus]
-        except Unreadable:
-            names = []
-        name, source = propose_profile(names, len(node.topology.pci_gpus))
-        if scenario.platform in PLATFORMS and not PLATFORMS[scenario.platform].is_proposed:
-            name, source = profile_of(scenario.platform), "given"
+        name, source = propose(node, scenario.memory())
         if scenario.site:
             site = root / "site.yaml"
             site.write_text(yaml.safe_dump({"extends": name, **scenario.site}))

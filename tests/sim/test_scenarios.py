@@ -23,7 +23,7 @@ from hybrid_ep.cluster.doctor.capture import ReplayedNode
 from hybrid_ep.cluster.doctor.registry import all_checks
 from tests.sim.damage import FILE_DAMAGES, PLACE_DAMAGES
 from tests.sim.document import document
-from tests.sim.platforms import profile_of
+from tests.sim.platforms import PLATFORMS, profile_of
 from tests.sim.scenario import HEALTHY, ROOT, Scenario, build_stub, load_scenarios, run_all
 from tests.sim.scenario import SCENARIOS as SCENARIO_FILES
 
@@ -55,7 +55,8 @@ def test_recording_says_what_the_node_said(reports: Reports, name: str) -> None:
     again = {result.id: (result.status, result.seen) for result in reports[f"recorded {name}"].results}
     # A recording holds no configuration space: that would make it large, and only root could have read it.
     for check_id in {"host.acs", "nic.pcie_settings"} & set(seen):
-        assert again.pop(check_id)[0] is Status.UNKNOWN
+        is_guest = name in PLATFORMS and PLATFORMS[name].guest  # where both pass unread
+        assert again.pop(check_id)[0] is (Status.PASS if is_guest else Status.UNKNOWN)
         seen.pop(check_id)
     assert again == seen
 
@@ -91,13 +92,22 @@ def test_fault_is_found_by_its_check_alone(reports: Reports, scenario: Scenario)
     assert report.exit_code == (1 if Status.FAIL in errors else 2 if errors else 0)
 
 
+# The recording is older than these checks.
+_OLDER = {
+    "host.nofile": "/proc/self/limits has no line for it",
+    "host.cpus": "/sys/devices/system/cpu/present: No such file or directory",
+    "driver.cuda_start": "cuda_start init: not recorded",
+}
+
+
 def test_real_node_has_the_faults_that_its_profile_sees(reports: Reports) -> None:
     """Four of eight GPUs, no NIC, in a virtual machine: named once each; what needs a NIC is unknown, not passed."""
     report = reports["h200-4gpu-vm as hgx-h200"]
     failed = {result.id for result in report.results if result.status is Status.FAIL}
     assert failed == {"gpu.count", "nic.count", "gdr.ibgda", "host.clock"}
     unknown = {result.id: result.seen for result in report.results if result.status is Status.UNKNOWN}
-    assert unknown.pop("host.nofile") == "/proc/self/limits has no line for it"  # the recording is older than the check
+    for check_id, seen in _OLDER.items():
+        assert unknown.pop(check_id) == seen
     assert set(unknown.values()) == {"no NIC to examine, see nic.count"}
     assert {check_id.partition(".")[0] for check_id in unknown} == {"nic", "affinity", "gdr"}
     errors = next(result for result in report.results if result.id == "nvlink.errors")
@@ -107,8 +117,9 @@ def test_real_node_has_the_faults_that_its_profile_sees(reports: Reports) -> Non
 
 def test_real_node_is_fit_by_its_sites_profile(reports: Reports) -> None:
     report = reports["h200-4gpu-vm as h200-4gpu-vm"]
-    assert _not_passed(report) == {"host.clock": Status.FAIL}
-    assert report.exit_code == 0  # a warning
+    unknown = {name: status for name, status in _not_passed(report).items() if name not in _OLDER}
+    assert unknown == {"host.clock": Status.FAIL}  # a warning
+    assert not [result for result in report.results if result.shown_as == "fail"]
 
 
 def test_page_has_a_row_for_each_scenario() -> None:
@@ -126,7 +137,7 @@ def test_each_scenario_stands_in_the_file_of_its_first_check() -> None:
 
 def test_there_are_many_sound_nodes(reports: Reports) -> None:
     sound = [*HEALTHY, *(scenario.name for scenario in SCENARIOS if not scenario.expected)]
-    assert len(sound) >= 25
+    assert len(sound) >= 100
     assert [name for name in sound if _not_passed(reports[name])] == []
 
 
@@ -164,7 +175,7 @@ def test_no_damage_crashes_the_doctor(seed: int, num_nodes: int) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["nodes"] >= num_nodes
-    assert found["pairs"] >= 10 * num_nodes
+    assert found["pairs"] >= 10 * min(num_nodes, 80)  # all that there are
     assert found["crashes"] == []
     assert {*FILE_DAMAGES, *PLACE_DAMAGES, "NVML", "fact", "silent"} <= set(found["damages"])
     assert set(found["statuses"]) >= {"pass", "fail", "unknown"}

@@ -49,8 +49,17 @@ _GPU = {
     "clique": 1,
     "memory_bytes": 185 << 30,
     "power_limit": 1200000,
+    "vbios": "97.00.b9",
 }
-_PORT = {"nic": "mlx5_0", "port": 1, "link_layer": "InfiniBand", "rate_gbps": 400.0, "mtu": 4096, "gid": None}
+_PORT = {
+    "nic": "mlx5_0",
+    "port": 1,
+    "link_layer": "InfiniBand",
+    "rate_gbps": 400.0,
+    "mtu": 4096,
+    "gid": None,
+    "pkey": "0xffff",
+}
 
 
 def _result(status: Status, severity: Severity = Severity.ERROR) -> Result:
@@ -69,6 +78,7 @@ def _report(host: str, *results: Result, **facts: Any) -> Report:
             _PORT,
         ],
         "kernel": "6.8.0",
+        "memory_gib": 944.6,
         "boot_id": f"boot of {host}",
         "tree": ["GPU 0 0008:01:00.0 NUMA 0", "mlx5_0 0000:03:00.0 NUMA 0", "GPU 0 → mlx5_0 NODE"],
         "clock": {"synchronized": True, "max_error_us": 2000},
@@ -188,8 +198,9 @@ def test_selection_takes() -> None:
     both = Selection(groups=("gdr",), ids=("gpu.xid",))
     assert taken(both) == taken(Selection(groups=("gdr",))) | {"gpu.xid"}
     slow: set[str] = everything - taken(Selection(quick=True))
-    counters = {"gpu.errors", "nvlink.errors", "nic.errors", "host.aer"}
-    assert slow == counters | {"gpu.xid", "nvlink.fabric_version", "mnnvl.imex_daemon", "host.kernel_log"}
+    counters = {"gpu.errors", "gpu.stalled", "nvlink.errors", "nvlink.outlier", "nic.errors", "host.aer"}
+    programs = {"driver.cuda_start", "nvlink.fabric_version", "mnnvl.imex_daemon", "nic.cable"}
+    assert slow == counters | programs | {"gpu.xid", "host.kernel_log", "host.kernel_stalls"}
 
 
 def test_reference_has_every_check_and_every_key_of_a_profile() -> None:
@@ -281,8 +292,33 @@ def test_other_gpus_are_held_to_what_any_gpu_must_do(gpu_names: list[str], profi
     assert propose_profile(gpu_names, 8) == (profile, source)
 
 
-def test_machine_without_gpus_gets_the_cpu_profile() -> None:
+_AZURE = "Microsoft Corporation; Virtual Machine; 7783-7084-3265-9085-8269-3286-77; 15b3"
+
+
+@pytest.mark.parametrize(
+    ("gpu_name", "machine", "profile"),
+    [
+        ("NVIDIA H100 80GB HBM3", "Supermicro; SYS-821GE-TNHR; Default string; 15b3", "hgx-h100"),
+        ("NVIDIA H100 80GB HBM3", _AZURE, "azure-nd-h100"),
+        ("NVIDIA H100 NVL", _AZURE, "azure-nc"),
+        ("NVIDIA H100 NVL", "Dell Inc.; PowerEdge R760xa", "h100-nvl"),
+        ("NVIDIA H100 80GB HBM3", "Google; Google Compute Engine; Google", "gcp-a3"),
+        ("NVIDIA H100 80GB HBM3", "1d0f", "p5-efa"),  # whose firmware cannot be seen
+        ("NVIDIA H100 80GB HBM3", "Amazon EC2; p5.4xlarge; Amazon EC2; 1d0f", "p5-4xlarge"),
+        ("NVIDIA H200", "Amazon EC2; p5e.48xlarge; Amazon EC2; 1d0f", "p5e-efa"),
+        ("NVIDIA H200", "Amazon EC2; p5en.48xlarge; Amazon EC2; 1d0f", "p5en-efa"),
+        ("NVIDIA L40S", _AZURE, "gpu-server"),
+    ],
+)
+def test_profile_is_proposed_by_the_machine_too(gpu_name: str, machine: str, profile: str) -> None:
+    assert propose_profile([gpu_name] * 8, 8, machine=machine)[0] == profile
+
+
+def test_machine_without_gpus_gets_the_cpu_profile_unless_it_had_some() -> None:
     assert propose_profile([], 0)[0] == "cpu"
+    assert propose_profile([], 0, had_gpus="the last run saw 8 GPUs")[0] == "gpu-server"
+    assert propose_profile([], 0, machine="NVIDIA; DGXH100", product="DGXH100")[0] == "hgx-h100"
+    assert propose_profile([], 0, machine=_AZURE, product="Virtual Machine")[0] == "cpu"  # any machine of Azure
 
 
 @pytest.mark.parametrize(
@@ -308,7 +344,7 @@ def test_profiles_that_extend_each_other_are_refused(tmp_path: Path) -> None:
     (tmp_path / "b.yaml").write_text("extends: a\n")
     with pytest.raises(ConfigError, match="extends itself"):
         load_profile(str(tmp_path / "a.yaml"))
-    with pytest.raises(ConfigError, match=r"profile 'nope' is not known; allowed: cpu, dgx-a100"):
+    with pytest.raises(ConfigError, match=r"profile 'nope' is not known; allowed: azure-nc, azure-nd-a100"):
         load_profile("nope")
 
 
@@ -410,7 +446,10 @@ def _outcomes(*reports: Report) -> dict[str, str]:
 
 
 def test_equal_nodes_agree() -> None:
-    assert set(_outcomes(_report("a"), _report("b")).values()) == {"pass"}
+    assert set(_outcomes(_report("a"), _report("b", memory_gib=943.0)).values()) == {"pass"}
+    limited = [{**_PORT, "pkey": "0x7fff"}]  # of the same partition; nic.pkey names the limited member
+    assert _outcomes(_report("a"), _report("b", ports=limited))["compare.pkeys"] == "pass"
+    assert _outcomes(_report("a"), _report("b", ports=[{**_PORT, "pkey": None}]))["compare.pkeys"] == "unknown"
 
 
 @pytest.mark.parametrize(
@@ -437,6 +476,9 @@ def test_equal_nodes_agree() -> None:
         ({"ports": [{**_PORT, "link_layer": "Ethernet"}]}, "compare.network", "1× Ethernet 400 Gb/s MTU 4096: b"),
         ({"ports": [{**_PORT, "mtu": 1024}]}, "compare.network", "1× InfiniBand 400 Gb/s MTU 1024: b"),
         ({"ports": [{**_PORT, "gid": "IB/RoCE v1"}]}, "compare.network", "MTU 4096 IB/RoCE v1: b"),
+        ({"ports": [{**_PORT, "pkey": "0x8001"}]}, "compare.pkeys", "0x0001: b; 0x7fff: a"),
+        ({"memory_gib": 886.1}, "compare.memory", "886 GiB: b; 945 GiB: a"),
+        ({"gpus": [{**_GPU, "vbios": "97.00.a1"}] * 4}, "compare.vbios", "97.00.a1: b; 97.00.b9: a"),
         ({"gpus": [{**_GPU, "power_limit": 900000}] * 4}, "compare.gpus", "4× NVIDIA GB200 185 GiB 900 W: b"),
         ({"gpus": [{**_GPU, "memory_bytes": 92 << 30}] * 4}, "compare.gpus", "4× NVIDIA GB200 92 GiB 1200 W: b"),
     ],

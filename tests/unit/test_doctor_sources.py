@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import struct
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from hybrid_ep.cluster.doctor import Node, Unreadable, WatchedNode
+from hybrid_ep.cluster.doctor.cuda_start import CudaStart, start_cuda
 from hybrid_ep.cluster.doctor.dcb import DcbState, parse_ieee, read_dcb
 from hybrid_ep.cluster.doctor.node import LogLine
 from hybrid_ep.cluster.doctor.rises import Limits, Memory, judge_rise
@@ -169,14 +171,14 @@ def test_limit_holds_per_hour(value: int, hours: float, status: str) -> None:
     """Ten an hour; in less than an hour as many as in one."""
     key = ("mlx5_0/1", "symbol_error")
     now = {key: 1000 + value}
-    found = judge_rise(now, now, 1.0, Limits({}, {"symbol_error": 10}), {key: 1000}, hours * 3600)
+    found = judge_rise(Limits({}, {"symbol_error": 10}), now, now, 1.0, {key: 1000}, hours * 3600)[0]
     assert found.status.value == status
 
 
 def test_counter_that_started_over_counts_from_zero() -> None:
     key = ("GPU 0 link 1", "replay")
     now = {key: 2}
-    found = judge_rise(now, now, 1.0, Limits({}, {}), {key: 900}, 3600.0)
+    found = judge_rise(Limits({}, {}), now, now, 1.0, {key: 900}, 3600.0)[0]
     assert "rose by 2 in 1.0 h since the last run, allowed: 0" in found.seen
 
 
@@ -304,3 +306,58 @@ def test_no_child_is_left(tmp_path: Path) -> None:
         pid = node.run(_answer, 1)[1]
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+# ---- CUDA's start ----
+
+_LIBCUDA = """
+#include <stdlib.h>
+#include <unistd.h>
+static int code(const char* name) { const char* text = getenv(name); return text ? atoi(text) : 0; }
+int cuInit(unsigned flags) { if (flags) return 1; if (code("INIT") < 0) abort(); return code("INIT"); }
+int cuDeviceGetCount(int* count) { *count = 2; return 0; }
+int cuDeviceGet(int* device, int ordinal) { *device = ordinal; return ordinal < 2 ? 0 : 101; }
+int cuDevicePrimaryCtxRetain(void** context, int device) {
+  (void)context;
+  while (device == 1 && code("HANG")) pause();
+  return device == 1 ? code("CONTEXT") : 0;
+}
+int cuDevicePrimaryCtxRelease_v2(int device) { (void)device; return 0; }
+"""
+
+
+@pytest.fixture(scope="module")
+def libcuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a stub of libcuda.so.1, which answers from the environment."""
+    folder = tmp_path_factory.mktemp("libcuda")
+    command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(folder / "libcuda.so.1")]
+    subprocess.run(command, input=_LIBCUDA, text=True, check=True)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("answers", "found"),
+    [
+        ({}, CudaStart(0, 2, {0: 0, 1: 0})),
+        ({"INIT": "802"}, CudaStart(802)),
+        ({"CONTEXT": "46"}, CudaStart(0, 2, {0: 0, 1: 46})),
+        ({"INIT": "-1"}, CudaStart(lost="ended with status -6")),
+        ({"HANG": "1"}, CudaStart(0, 2, {0: 0}, lost="no answer in 2 s")),
+        ({"CUDA_VISIBLE_DEVICES": "7"}, CudaStart(0, 2, {0: 0, 1: 0})),  # a job's setting hides no GPU here
+    ],
+)
+def test_cuda_is_started_by_a_child(
+    libcuda: Path, monkeypatch: pytest.MonkeyPatch, answers: dict[str, str], found: CudaStart
+) -> None:
+    for name, value in {"LD_LIBRARY_PATH": str(libcuda), **answers}.items():
+        monkeypatch.setenv(name, value)
+    watched: list[int] = []
+    assert start_cuda([0, 1], lambda: watched.append(1), deadline_s=2) == found
+    assert watched
+
+
+def test_without_libcuda_the_loader_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    found = start_cuda([0], lambda: None)
+    assert (found.init, found.lost) == (None, "")
+    assert "libcuda.so.1" in found.library

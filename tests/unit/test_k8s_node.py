@@ -550,7 +550,7 @@ def test_outside_of_a_cluster_it_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize(("accept", "exit_code"), [([], 2), (["--accept-unknown"], 0)])
 def test_doctor_can_accept_what_a_pod_cannot_read(accept: list[str], exit_code: int, tmp_path: Path) -> None:
-    options = ["doctor", "--profile", "hgx-h100", "--check", "host.governor", "--sysroot", str(tmp_path)]
+    options = ["doctor", "--profile", "hgx-h100", "--check", "host.memlock", "--sysroot", str(tmp_path)]
     assert CliRunner().invoke(main, [*options, *accept]).exit_code == exit_code
 
 

@@ -38,9 +38,9 @@ _PCI = (
     "max_link_speed",
     *_AER,
 )
-_PORT = ("state", "phys_state", "link_layer", "rate", "sm_lid", "counters/*", "hw_counters/*", "gids/*")
+_PORT = ("state", "phys_state", "link_layer", "rate", "sm_lid", "counters/*", "hw_counters/*", "gids/*", "pkeys/*")
 _FILES = (
-    *(f"/sys/class/infiniband/*/{name}" for name in ("node_guid", "fw_ver")),
+    *(f"/sys/class/infiniband/*/{name}" for name in ("node_guid", "fw_ver", "hw_counters/*")),
     *(f"/sys/class/infiniband/*/ports/*/{name}" for name in (*_PORT, "gid_attrs/types/*", "gid_attrs/ndevs/*")),
     "/sys/class/infiniband_verbs/uverbs*/ibdev",
     "/sys/class/infiniband_mad/umad*/ibdev",
@@ -49,6 +49,10 @@ _FILES = (
     "/sys/kernel/iommu_groups/*/type",
     "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages",
     "/sys/devices/system/cpu/cpu*/cpufreq/scaling_governor",
+    "/sys/devices/system/cpu/cpu*/cpufreq/energy_performance_preference",
+    *(f"/sys/devices/system/cpu/{name}" for name in ("present", "online", "smt/control")),
+    "/sys/devices/system/edac/mc/mc*/ue_count",
+    *(f"/sys/class/dmi/id/{name}" for name in ("sys_vendor", "product_name")),
     "/proc/driver/nvidia/params",
     "/proc/sys/kernel/numa_balancing",
     "/proc/sys/kernel/osrelease",
@@ -56,6 +60,9 @@ _FILES = (
     "/sys/devices/system/node/node*/cpulist",
 )
 _EXCERPTS = {
+    "/sys/class/dmi/id/chassis_asset_tag": r"^(OracleCloud\.com|7783-7084-3265-9085-8269-3286-77)$",  # of clouds
+    "/etc/nccl.conf": r"^\s*NCCL_",
+    "/etc/environment": r"^\s*(export\s+)?NCCL_",
     "/proc/cpuinfo": r"^flags\s*:",
     "/proc/devices": r"nvidia",
     "/proc/driver/nvidia/version": r"^NVRM version",
@@ -64,8 +71,11 @@ _EXCERPTS = {
     "/proc/self/mounts": r"^\S+ /dev/shm ",
 }
 # Folders that matter by being there, beside those that a check looked into.
-_FOLDERS = ("/sys/fs/cgroup/system.slice", "/sys/module/nv*_peer*mem", "/sys/devices/system/node/node*")
-_DEVICES = ("/dev/infiniband/*", "/dev/nvidia-caps-imex-channels/*", "/dev/gdrdrv")
+_FOLDERS = (
+    *("/sys/fs/cgroup/system.slice", "/sys/module/nv*_peer*mem", "/sys/module/nvidia*"),
+    "/sys/devices/system/node/node*",
+)
+_DEVICES = ("/dev/infiniband/*", "/dev/nvidia-caps-imex-channels/*", "/dev/gdrdrv", "/dev/nvidia[0-9]*")
 _GIDS_KEPT = 16  # of up to 256 entries of a port's table
 _LOG_WORDS = (  # of lines that are kept beside those of kernel_lines.yaml
     *("NVRM", "nvidia", "SXid", "PCIe Bus Error", "AER:", "DPC:", "mlx5_core"),
@@ -112,7 +122,7 @@ def _glob(node: Node, pattern: str) -> Iterator[str]:
 
 def _add_file(recording: Recording, node: Node, path: str) -> None:
     name, _, index = path.rpartition("/")
-    if ("/gids" in name or "/gid_attrs/" in name) and index.isdigit() and int(index) >= _GIDS_KEPT:
+    if ("/gids" in name or "/gid_attrs/" in name or "/pkeys" in name) and index.isdigit() and int(index) >= _GIDS_KEPT:
         return
     try:
         recording.files[path] = encode(node.read_bytes(path))
@@ -146,15 +156,10 @@ def _add_pci(recording: Recording, node: Node) -> None:
             path = paths.get(nic.pci_address, (nic.pci_address,))
             recording.links[f"/sys/class/infiniband/{nic.name}/device"] = "../../../devices/" + "/".join(path)
             for netdev in nic.netdevs:
-                mtu = f"/sys/devices/{'/'.join(path)}/net/{netdev}/mtu"
-                recording.files[mtu] = recording.files[f"/sys/class/net/{netdev}/mtu"] = _read(node, netdev)
-
-
-def _read(node: Node, netdev: str) -> str:
-    try:
-        return node.read(f"/sys/class/net/{netdev}/mtu") + "\n"
-    except Unreadable:
-        return ""
+                for name in ("mtu", "operstate", "carrier_changes"):
+                    _add_file(recording, node, f"/sys/class/net/{netdev}/{name}")
+                mtu = recording.files.setdefault(f"/sys/class/net/{netdev}/mtu", "")
+                recording.files[f"/sys/devices/{'/'.join(path)}/net/{netdev}/mtu"] = mtu
 
 
 def _add_excerpts(recording: Recording, node: Node) -> None:
@@ -171,6 +176,11 @@ def _add_excerpts(recording: Recording, node: Node) -> None:
 def _without_builder(line: str) -> str:
     """The driver names the user and the host that built it, as in "Release Build  (root@somewhere)"."""
     return re.sub(r"\s*\(\S*@\S*\)\s*$", "", line)
+
+
+def _without_serials(text: str) -> str:
+    """Leaves out the serial numbers of cable and transceiver, which mlxlink names."""
+    return re.sub(r'("[^"]*Serial[^"]*"\s*:\s*)"[^"]*"', r'\1""', text)
 
 
 def _add_device(recording: Recording, node: Node, path: str) -> None:
@@ -215,7 +225,7 @@ def kernel_records(node: Node) -> str:
 def _is_kept(message: str) -> bool:
     if any(word in message for word in _LOG_WORDS):
         return True
-    return any(pattern.search(message) for pattern, _ in fault_lines())
+    return any(kind.pattern.search(message) for kind in fault_lines())
 
 
 def _nvml_answers(node: Node) -> dict[str, str]:
@@ -252,10 +262,12 @@ def _facts(node: Node) -> dict[str, Any]:
     readers: dict[str, Callable[[], Any]] = {
         "clock": lambda: asdict(node.clock()),
         "cuda": lambda: asdict(node.cuda()),
+        "cuda_start": lambda: asdict(node.started_cuda()),
         "packages": node.packages,
         "torch_cuda": node.torch_cuda,
         "free_mib": lambda: {"/dev/shm": node.free_mib("/dev/shm")},
         "container": lambda: asdict(node.container()),
+        "nccl_variables": node.nccl_variables,
     }
     for name, read in readers.items():
         try:
@@ -276,11 +288,9 @@ def _facts(node: Node) -> dict[str, Any]:
     for bond in _bonds(node):
         netdevs |= {place.split("/lower_")[1] for place in _glob(node, f"/sys/class/net/{bond}/lower_*")}
     facts["dcb"] = {netdev: found for netdev in sorted(netdevs) if (found := _dcb(node, netdev)) is not None}
-    facts["commands"] = {
-        line: text
-        for line in ("nvidia-imex-ctl -N -j", "nv-fabricmanager --version")
-        if (text := _command(node, line)) is not None
-    }
+    lines = ["nvidia-imex-ctl -N -j", "nv-fabricmanager --version"]
+    lines += [f"mlxlink -d {nic.name} -m -c --json" for nic in nics]
+    facts["commands"] = {line: _without_serials(text) for line in lines if (text := _command(node, line)) is not None}
     return facts
 
 
@@ -318,7 +328,7 @@ _TEXTS = re.compile(
 )
 # Keys that recordings of older versions lack: the key whose value they had, or the value itself.
 _INSTEAD = {"ecc_mode_pending": "ecc_mode", "mig_mode_pending": "mig_mode"}
-_ABSENT = {"fabric.health": "0"}
+_ABSENT = {"fabric.health": "0", "fabric.summary": "0"}
 _REMOTE_TYPES = {
     int(pynvml.NVML_NVLINK_DEVICE_TYPE_GPU): "gpu",
     int(pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH): "switch",
@@ -339,6 +349,8 @@ class RecordedNvml(Nvml):
     def _start(self) -> None:
         if not self._recorded:
             raise Unreadable("NVML: not in the recording", nvml_code=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+        if (refusal := re.fullmatch(r"!(\d{1,3})", self._recorded.get("init", ""))) is not None:
+            raise Unreadable(f"NVML: {_words(int(refusal[1]))}", nvml_code=int(refusal[1]))
 
     def _ask(self, key: str, call: Callable[[], Any]) -> Any:
         self._watch("NVML")

@@ -147,6 +147,9 @@ def doctor(
 ) -> None:
     """Check whether this node is fit to run hybrid_ep.
 
+    Give --profile where the node must have GPUs: one that shows none is otherwise judged as a node without, unless its
+    firmware, the loaded driver or the state file say that it had some.
+
     Exit status: 0 = every check passed, 1 = a fault was confirmed, 2 = no fault, but something could not be read or
     written. Warnings do not count.
     """
@@ -166,7 +169,7 @@ def doctor(
     with closing(WatchedNode(sysroot, open_node=functools.partial(Node, kernel_log=kernel_log))) as node:
         source = "given"
         if expected is None:
-            name, source = propose(node)
+            name, source = propose(node, memory)
             expected = load_profile(name)
         report = examine(node, expected, source, selection, memory=memory)
         recorded = recording_of(node) if record is not None else None
@@ -235,21 +238,27 @@ def _with_active(report: Report, profile: Profile, sysroot: Path, seconds: float
         return replace(report, results=report.results + examine_actively(node, profile, seconds=seconds))
 
 
-def propose(node: Node | WatchedNode) -> tuple[str, str]:
+def propose(node: Node | WatchedNode, memory: Memory | None = None) -> tuple[str, str]:
     """The profile that fits this node, and why; one for GPUs where nothing can be read, so that nothing passes."""
+    num_known = len({thing for thing, _ in memory.counters.get("gpu.errors", {})}) if memory else 0
     try:
-        return node.insist(_propose)
+        return node.insist(_propose, num_known)
     except Unreadable as error:
         return propose_profile([], 1)[0], str(error)
 
 
-def _propose(node: Node) -> tuple[str, str]:
+def _propose(node: Node, num_known: int) -> tuple[str, str]:
+    """A node without GPUs had some if the last run read their counters, or if the driver is loaded, which needs one."""
+    had = f"the last run saw {num_known} GPUs, and now there is none" if num_known else ""
+    if node.driver_is_loaded:
+        had = had or "the NVIDIA driver is loaded, and there is no GPU"
     try:
         names = [str(node.nvml.gpu(gpu_idx, "name")) for gpu_idx in node.nvml.gpus]
     except Unreadable:
         names = []
     try:
-        return propose_profile(names, len(node.topology.pci_gpus))
+        num_pci = len(node.topology.pci_gpus)
+        return propose_profile(names, num_pci, machine=node.machine, product=node.product, had_gpus=had)
     except Unreadable as error:
         return propose_profile(names, 1)[0], f"PCI cannot be seen: {error}"
 

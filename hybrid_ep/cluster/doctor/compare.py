@@ -190,6 +190,42 @@ def _network(reports: Sequence[Report]) -> Finding:
     return _one_value(reports, describe)
 
 
+def _memory(reports: Sequence[Report]) -> Finding:
+    """The hosts' memory, in steps of 2 % of the largest: kernels differ in what they keep for themselves."""
+    sizes = [float(found) for report in reports if (found := report.facts.get("memory_gib"))]
+    most = max(sizes, default=1.0)
+
+    def size(report: Report) -> str | None:
+        gib = report.facts.get("memory_gib")
+        return None if gib is None else f"{most:.0f} GiB" if gib >= 0.98 * most else f"{gib:.0f} GiB"
+
+    return _one_value(reports, size)
+
+
+def _vbios(reports: Sequence[Report]) -> Finding:
+    def versions(report: Report) -> str | None:
+        found = {str(gpu["vbios"]) for gpu in report.facts.get("gpus") or [] if gpu.get("vbios")}
+        return ", ".join(sorted(found)) or None
+
+    nodes = _gpu_nodes(reports)
+    return _one_value(nodes, versions) if nodes else Finding(Status.PASS, "no GPU node")
+
+
+def _pkeys(reports: Sequence[Report]) -> Finding:
+    """Partition keys at index 0, of InfiniBand ports; the highest bit, full membership, is nic.pkey's."""
+
+    def ports(report: Report) -> list[dict[str, Any]]:
+        return [port for port in report.facts.get("ports") or [] if port["link_layer"] == "InfiniBand"]
+
+    def keys(report: Report) -> str | None:
+        found = [port.get("pkey") for port in ports(report)]
+        known = {f"{int(key, 16) & 0x7FFF:#06x}" for key in found if key is not None}
+        return None if None in found else ", ".join(sorted(known))
+
+    nodes = [report for report in reports if ports(report)]
+    return _one_value(nodes, keys) if nodes else Finding(Status.PASS, "no InfiniBand port")
+
+
 def _boots(reports: Sequence[Report]) -> Finding:
     """Two nodes that share a boot id are one node, seen twice (two containers of it, or a cloned recording)."""
     hosts: _Values = defaultdict(list)
@@ -319,6 +355,28 @@ COMPARISONS = (
         "the same on every node",
         "InfiniBand and RoCE do not reach each other; bring MTU, GID and rate of all nodes and switches together.",
         _network,
+    ),
+    Comparison(
+        "compare.pkeys",
+        "partition keys of the GPUs' InfiniBand ports, at index 0",
+        "the same on every port of every node",
+        "Ports in different partitions do not reach each other: correct the subnet manager's partitions.",
+        _pkeys,
+    ),
+    Comparison(
+        "compare.memory",
+        "memory of the hosts",
+        "the same on every node, within 2 %",
+        "A memory module is missing or was mapped out: the BMC's event log names it.",
+        _memory,
+    ),
+    Comparison(
+        "compare.vbios",
+        "VBIOS of the GPUs",
+        "one version",
+        "Bring all boards to one firmware with the vendor's update.",
+        _vbios,
+        Severity.WARNING,
     ),
     Comparison(
         "compare.kernel",

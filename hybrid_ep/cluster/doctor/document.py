@@ -29,6 +29,8 @@ ports, and the NICs' dma-buf support. `hybrid-ep topology --json` says which rea
 reports that no recovery is needed (Xid 154, "None"), or until the driver is loaded again. NVLink 5's Xids 144 to 150
 count if their message says Fatal.
 
+**CUDA's codes** of `driver.cuda_start` have their meaning and remedy in `hybrid_ep/cluster/doctor/cuda_codes.yaml`.
+
 **Error counters** (`gpu.errors`, `nvlink.errors`, `nic.errors`, `host.aer`) are read twice, a second apart. The profile
 names the counters that may rise:
 
@@ -48,14 +50,15 @@ measured.
 
 _PROFILES = """## Profiles
 
-A profile says what is expected of a platform. The doctor proposes one by the model of the GPUs, `--profile` chooses
-another, and the report names it.
+A profile says what is expected of a platform. The doctor proposes one by the model of the GPUs and, in clouds, by the
+firmware's vendor, product and asset tag (`match.machine`). `--profile` chooses another, and the report names it.
 
 - A board of another model than the profile's is a fault (`gpu.model`).
 - GPUs that fit no other profile are judged by `gpu-server`: what any GPU must do. So are GPUs on PCI that NVML does not
   name.
-- `oci-h100`, `p5-efa` and `p5en-efa` are for nodes of clouds whose GPUs others have, too. They are never proposed: give
-  them by `--profile`.
+- A node that shows no GPU is judged by the profile whose `match.product` is its firmware's product. Other nodes
+  without GPUs get `cpu`, unless the driver is loaded or the state file knows GPUs.
+- `extends` takes one profile or a list, of which the last one wins.
 - A container without GPUs still sees the node's GPUs on PCI. `--profile cpu` says that the container is to have
   none.
 

@@ -69,10 +69,12 @@ class Finding:
     Attributes:
         status: how it ended.
         seen: what was found, in one line; for `unknown`, why it could not be.
+        remedy: what to do about just this; empty: the check's own remedy.
     """
 
     status: Status
     seen: str
+    remedy: str = ""
 
     @classmethod
     def judge(cls, faults: list[str], seen_if_good: str) -> Finding:
@@ -83,6 +85,9 @@ class Finding:
 Counters = Mapping[tuple[str, str], int]  # (thing, counter), e.g. ("GPU 0 link 3", "replay") → reading
 Examine = Callable[["Node", "Profile"], Finding]
 Sample = Callable[["Node", "Profile"], Counters]
+# Two readings of this run, the seconds between them, what is remembered of the last run, and the seconds since then →
+# the finding, and what to remember.
+Judge = Callable[[Counters, Counters, float, Counters, float], tuple[Finding, Counters]]
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,7 @@ class Check:
         of_jobs: judges the Python packages that jobs run with; does not apply where HYBRID_EP_CHECKS_ONLY is on.
         examine: for plain checks: reads and judges.
         sample: for counters: reads them; the runner reads twice and judges the rise.
+        judge: for counters: judges them where another thing than their rise counts.
         rise: for counters: section of the profile with the names of those that may rise (`error_rise_per_s`, `_per_h`).
     """
 
@@ -118,6 +124,7 @@ class Check:
     examine: Examine | None = None
     sample: Sample | None = None
     rise: str = ""
+    judge: Judge | None = None
     zero_is_wish: bool = False
     of_jobs: bool = False
 

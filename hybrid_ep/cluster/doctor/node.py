@@ -14,7 +14,7 @@ import socket
 import stat
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hybrid_ep import env
+from hybrid_ep.cluster.doctor.cuda_start import CudaStart, start_cuda
 from hybrid_ep.cluster.doctor.dcb import DcbState, read_dcb
 from hybrid_ep.cluster.doctor.nvml import Nvml
 from hybrid_ep.topology import Topology, probe
@@ -110,6 +111,7 @@ class Node:
         self.is_live = sysroot == Path("/")
         self.listed: set[str] = set()
         self._facts = {} if self.is_live else read_facts(sysroot)
+        self._cuda_start: CudaStart | None = None
 
     def run(self, task: Callable[..., T], *arguments: Any) -> T:
         """Returns ``task(self, *arguments)``, as `WatchedNode.run` does from another process."""
@@ -123,6 +125,53 @@ class Node:
     def topology(self) -> Topology:
         """GPUs, NICs and distances."""
         return probe(self.root, before=self.watch)
+
+    @cached_property
+    def product(self) -> str:
+        """The machine's model by its firmware (SMBIOS), e.g. ``p5.48xlarge``; empty where that cannot be seen."""
+        return self._firmware("product_name")
+
+    @cached_property
+    def machine(self) -> str:
+        """``vendor; product; asset tag; PCI vendors of the NICs``: what shows a cloud."""
+        nics = {self.topology.pci_device(nic.pci_address).vendor for nic in self.topology.nics if nic.pci_address}
+        vendors = " ".join(f"{vendor:04x}" for vendor in sorted(nics) if vendor >= 0)
+        said = (self._firmware("sys_vendor"), self.product, self._firmware("chassis_asset_tag"), vendors)
+        return "; ".join(text for text in said if text)
+
+    def _firmware(self, name: str) -> str:
+        try:
+            return self.read(f"/sys/class/dmi/id/{name}").strip()
+        except Unreadable:
+            return ""
+
+    @cached_property
+    def is_guest(self) -> bool:
+        """Whether this is a virtual machine, whose hypervisor decides what the guest sees of PCIe."""
+        if re.search(r"^flags\s*:.*\bhypervisor\b", self.read("/proc/cpuinfo"), re.MULTILINE):
+            return True
+        return bool(re.search(r"^QEMU;|Virtual Machine|Google Compute Engine|^Amazon EC2;(?!.*metal)", self.machine))
+
+    @property
+    def memory_gib(self) -> float:
+        """Memory of the host in GiB, as the kernel counts it."""
+        total = re.search(r"^MemTotal:\s+(\d{1,15}) kB", self.read("/proc/meminfo"), re.MULTILINE)
+        if total is None:
+            raise Unreadable("/proc/meminfo has no MemTotal")
+        return int(total[1]) / 2**20
+
+    @property
+    def driver_is_loaded(self) -> bool:
+        """Whether NVIDIA's kernel module is loaded, which needs a GPU; so is the host's, seen from a container."""
+        return self.is_seen("/sys/module/nvidia")
+
+    @cached_property
+    def gpu_devices(self) -> list[str]:
+        """The GPUs' device files: what a container was given, if it was given any."""
+        try:
+            return [name for name in self.names("/dev") if re.fullmatch(r"nvidia\d+", name)]
+        except Unreadable:
+            return []
 
     @cached_property
     def switch_bridges(self) -> frozenset[str]:
@@ -348,6 +397,27 @@ class Node:
         self.watch("libcuda")
         return _read_cuda()
 
+    def cuda_start(self, idle_gpus: Collection[int]) -> CudaStart:
+        """Starts CUDA and makes one context on each of these GPUs (NVML's indices), in a process of its own; once."""
+        if self._cuda_start is None and self.is_live:
+            self.watch("CUDA")
+            self._cuda_start = start_cuda(idle_gpus, lambda: self.watch("CUDA"))
+        return self.started_cuda()
+
+    def started_cuda(self) -> CudaStart:
+        """What `cuda_start` said, or on a recorded node was said then."""
+        if self._cuda_start is None:
+            init, devices, contexts, lost, library = (
+                self._recorded("cuda_start", name) for name in ("init", "devices", "contexts", "lost", "library")
+            )
+            try:
+                codes = {int(gpu): int(code) for gpu, code in contexts.items()}
+                started, counted = (None if number is None else int(number) for number in (init, devices))
+            except (TypeError, ValueError, OverflowError, AttributeError) as error:
+                raise Unreadable(f"cuda_start: recorded as something else: {error}") from None
+            self._cuda_start = CudaStart(started, counted, codes, str(lost), str(library))
+        return self._cuda_start
+
     def dcb(self, netdev: str) -> DcbState:
         """Priority flow control and packet sorting of a network interface."""
         if not self.is_live:
@@ -381,6 +451,13 @@ class Node:
         inside = any(mark.is_set for mark in (env.KUBERNETES_HOST, env.CONTAINER, env.VISIBLE_DEVICES))
         inside = inside or any(os.path.exists(path) for path in ("/.dockerenv", "/run/.containerenv"))
         return Container(inside, env.VISIBLE_DEVICES.get())
+
+    def nccl_variables(self) -> dict[str, str]:
+        """NCCL_* of this process's environment."""
+        if not self.is_live:
+            recorded = self._facts.get("nccl_variables", {})
+            return {str(k): str(v) for k, v in recorded.items()} if isinstance(recorded, dict) else {}
+        return {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
 
     def torch_cuda(self) -> str | None:
         """CUDA version that torch was built for, e.g. 13.0; None without CUDA. Read without importing it."""

@@ -62,6 +62,8 @@ _GPU: dict[str, Callable[[Any], Any]] = {
     "num_processes": lambda gpu: len(pynvml.nvmlDeviceGetComputeRunningProcesses(gpu)),
     "persistence_mode": pynvml.nvmlDeviceGetPersistenceMode,
     "clocks_event_reasons": pynvml.nvmlDeviceGetCurrentClocksEventReasons,
+    "power_usage": pynvml.nvmlDeviceGetPowerUsage,
+    "first_process": lambda gpu: next((each.pid for each in pynvml.nvmlDeviceGetComputeRunningProcesses(gpu)), 0),
     "utilization": lambda gpu: pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
     "pcie_width": pynvml.nvmlDeviceGetCurrPcieLinkWidth,
     "pcie_width_max": pynvml.nvmlDeviceGetMaxPcieLinkWidth,
@@ -70,6 +72,7 @@ _GPU: dict[str, Callable[[Any], Any]] = {
     "fabric.state": lambda gpu: _fabric(gpu).state,
     "fabric.status": lambda gpu: _fabric(gpu).status,
     "fabric.health": lambda gpu: getattr(_fabric(gpu), "healthMask", 0),  # older drivers have none
+    "fabric.summary": lambda gpu: getattr(_fabric(gpu), "healthSummary", 0),
     "fabric.clique": lambda gpu: _fabric(gpu).cliqueId,
     "fabric.cluster_uuid": lambda gpu: bytes(_fabric(gpu).clusterUuid).hex(),
     "platform.chassis_serial": lambda gpu: _platform(gpu).chassisSerialNumber,
@@ -98,15 +101,24 @@ _LINK: dict[str, Callable[[Any, int], Any]] = {
 _FIELD_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 
 
+_FABRIC_VERSIONS = (
+    (pynvml.c_nvmlGpuFabricInfo_v3_t, pynvml.nvmlGpuFabricInfo_v3),
+    (pynvml.c_nvmlGpuFabricInfo_v2_t, pynvml.nvmlGpuFabricInfo_v2),
+)
+
+
 def _fabric(gpu: Any) -> Any:
-    """The versioned struct goes in by reference, with its version set; older drivers have only the one without."""
-    info = pynvml.c_nvmlGpuFabricInfo_v2_t()
-    info.version = pynvml.nvmlGpuFabricInfo_v2
-    try:
-        pynvml.nvmlDeviceGetGpuFabricInfoV(gpu, pynvml.byref(info))
-    except pynvml.NVMLError_FunctionNotFound:
-        info = pynvml.c_nvmlGpuFabricInfo_t()
-        pynvml.nvmlDeviceGetGpuFabricInfo(gpu, pynvml.byref(info))
+    """The versioned struct goes in by reference, with its version set; older drivers know an older one, or none."""
+    for kind, version in _FABRIC_VERSIONS:
+        info = kind()
+        info.version = version
+        try:
+            pynvml.nvmlDeviceGetGpuFabricInfoV(gpu, pynvml.byref(info))
+        except (pynvml.NVMLError_ArgumentVersionMismatch, pynvml.NVMLError_FunctionNotFound):
+            continue
+        return info
+    info = pynvml.c_nvmlGpuFabricInfo_t()
+    pynvml.nvmlDeviceGetGpuFabricInfo(gpu, pynvml.byref(info))
     return info
 
 

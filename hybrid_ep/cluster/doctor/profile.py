@@ -1,9 +1,10 @@
 """Platform profiles: what a node should look like, as YAML that a site can override.
 
 No expectation is in code. A profile is a tree of values checked against profile_schema.yaml; null means "not
-checked". ``extends: NAME`` takes everything from another profile and replaces what is given. The GPU's model only
-proposes a profile, because two vendors sell the same GPU with different networks. GPUs that fit no other profile are
-judged by `gpu-server`, which expects what any GPU must do.
+checked". ``extends: NAME`` takes everything from another profile (of several, the last one wins) and replaces what is
+given. A profile is proposed by the GPUs' model, and in a cloud also by what the firmware and the NICs say, because two
+vendors sell the same GPU with different networks. GPUs that fit no other profile are judged by `gpu-server`, which
+expects what any GPU must do.
 """
 
 from __future__ import annotations
@@ -106,24 +107,41 @@ def is_profile_file(name_or_file: str) -> bool:
     return "/" in name_or_file or name_or_file.endswith((".yaml", ".yml"))
 
 
-def propose_profile(gpu_names: list[str], num_pci_gpus: int) -> tuple[str, str]:
+def propose_profile(
+    gpu_names: list[str], num_pci_gpus: int, *, machine: str = "", product: str = "", had_gpus: str = ""
+) -> tuple[str, str]:
     """Proposes the profile that fits most of this node's GPUs, else what holds for any GPU.
 
-    A single board of another model is a fault that ``gpu.model`` names, and not another platform.
+    A single board of another model is a fault that ``gpu.model`` names, and not another platform. A node that shows no
+    GPU at all has lost them if it is a server that comes with GPUs, or if something else says that it had some.
+
+    Args:
+        gpu_names: models by NVML.
+        num_pci_gpus: GPUs on PCI.
+        machine: vendor, product and asset tag of the firmware and the vendors of the NICs, as `Node.machine` has them.
+        product: the firmware's product alone.
+        had_gpus: why a node without GPUs should have some; empty where nothing says so.
 
     Returns:
         The name, and why.
     """
-    if not gpu_names and not num_pci_gpus:
-        return _CPU, "no NVIDIA GPU on this node"
-    for name in shipped_profiles():
-        pattern = load_profile(name)["match.gpu_name"]
+    # Those that also ask for a certain machine come first: a cloud's node has the GPUs of other servers, too.
+    profiles = sorted(map(load_profile, shipped_profiles()), key=lambda profile: not profile["match.machine"])
+    profiles = [each for each in profiles if re.search(each["match.machine"] or "", machine)]
+    for profile in profiles:
+        pattern = profile["match.gpu_name"]
         fitting = [gpu for gpu in gpu_names if pattern and re.search(pattern, gpu)]
         if 2 * len(fitting) > len(gpu_names):
-            return name, f"proposed by GPU model {fitting[0]!r}"
-    if not gpu_names:
+            on = f" on {machine}" if profile["match.machine"] else ""
+            return profile.name, f"proposed by GPU model {fitting[0]!r}{on}"
+    if gpu_names:
+        return _ANY_GPUS, f"no other profile is for {', '.join(sorted(set(gpu_names)))}"
+    for profile in profiles:
+        if profile["match.product"] and re.fullmatch(profile["match.product"], product):
+            return profile.name, f"a {product} has such GPUs, and NVML names none"
+    if num_pci_gpus:
         return _ANY_GPUS, f"{num_pci_gpus} GPUs on PCI, and NVML names none"
-    return _ANY_GPUS, f"no other profile is for {', '.join(sorted(set(gpu_names)))}"
+    return (_ANY_GPUS, had_gpus) if had_gpus else (_CPU, "no NVIDIA GPU on this node")
 
 
 @cache
@@ -146,14 +164,15 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
 
 def _resolve(values: dict[str, Any], path: Path | None, seen: tuple[Path, ...]) -> dict[str, Any]:
     """Adds what a profile extends: a file beside `path`, where it was read, or else a profile of the package."""
-    parent = values.get("extends")
-    if parent is None:
-        return values
-    rest = {key: value for key, value in values.items() if key != "extends"}
-    beside = path and path.parent / f"{parent}.yaml"
-    if beside and (beside.exists() or str(parent) not in _shipped()):
-        return _merge(_read(beside, seen), rest)
-    return _merge(_resolve(_shipped()[str(parent)], None, seen), rest)
+    parents = values.get("extends") or []
+    found: dict[str, Any] = {}
+    for parent in parents if isinstance(parents, list) else [parents]:
+        beside = path and path.parent / f"{parent}.yaml"
+        if beside and (beside.exists() or str(parent) not in _shipped()):
+            found = _merge(found, _read(beside, seen))
+        else:
+            found = _merge(found, _resolve(_shipped()[str(parent)], None, seen))
+    return _merge(found, {key: value for key, value in values.items() if key != "extends"})
 
 
 def _parse(text: str, place: str) -> dict[str, Any]:

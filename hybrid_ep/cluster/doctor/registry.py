@@ -14,7 +14,7 @@ import pkgutil
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from hybrid_ep.cluster.doctor.model import Check, Examine, Finding, Sample, Severity, Status
+from hybrid_ep.cluster.doctor.model import Check, Examine, Finding, Judge, Sample, Severity, Status
 from hybrid_ep.watched import Unreadable
 
 __all__ = ["GROUPS", "all_checks", "check", "counters", "shorten", "survey"]
@@ -50,13 +50,25 @@ def check(
 
 
 def counters(
-    id: str, *, title: str, source: str, expectation: str, remedy: str, wants: str, rise: str
+    id: str,
+    *,
+    title: str,
+    source: str,
+    expectation: str,
+    remedy: str,
+    wants: str,
+    rise: str = "",
+    judge: Judge | None = None,
+    severity: Severity = Severity.ERROR,
 ) -> Callable[[Sample], Sample]:
-    """Registers a function that reads counters; `rise` is the profile's section with the rises that are no fault."""
+    """Registers a function that reads counters.
+
+    `rise` is the profile's section with the rises that are no fault; or `judge` has a rule of its own.
+    """
 
     def register(sample: Sample) -> Sample:
-        facts = (id, title, Severity.ERROR, "", source, expectation, remedy, tuple(wants.split()))
-        _add(Check(*facts, quick=False, sample=sample, rise=rise))
+        facts = (id, title, severity, "", source, expectation, remedy, tuple(wants.split()))
+        _add(Check(*facts, quick=False, sample=sample, rise=rise, judge=judge))
         return sample
 
     return register

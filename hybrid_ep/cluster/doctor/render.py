@@ -37,6 +37,8 @@ def _summary(report: Report) -> Text:
     shown = [result.shown_as for result in report.results]
     counts = ", ".join(f"{shown.count(name)} {name}" for name in STYLES if name in shown)
     rest = f"; {len(report.not_applicable)} checks do not apply to this profile" if report.not_applicable else ""
+    if report.profile == "cpu":
+        rest += "; no GPU was expected (--profile NAME expects some)"
     return Text(
         f"{report.status.value}: {counts or 'nothing was checked'} in {report.duration_s:.1f} s{rest}",
         style=STYLES[report.status.value],

@@ -14,7 +14,6 @@ from hybrid_ep.cluster.doctor.model import Counters, Finding, Status
 from hybrid_ep.cluster.doctor.profile import Profile
 from hybrid_ep.cluster.doctor.registry import shorten
 from hybrid_ep.inputs import read_json_input
-from hybrid_ep.watched import Unreadable
 
 __all__ = ["Limits", "Memory", "judge_rise"]
 
@@ -112,24 +111,18 @@ class Memory:
 
 
 def judge_rise(
-    before: Counters | Unreadable,
-    after: Counters | Unreadable,
-    seconds: float,
-    limits: Limits,
-    earlier: Counters,
-    earlier_s: float,
-) -> Finding:
+    limits: Limits, before: Counters, after: Counters, seconds: float, earlier: Counters, earlier_s: float
+) -> tuple[Finding, Counters]:
     """Fails on a counter that rose faster than the limits allow.
 
     Args:
+        limits: of the profile.
         before, after: two readings of this run, `seconds` apart.
         earlier: what the last run read, `earlier_s` ago; empty where nothing is remembered.
+
+    Returns:
+        The finding, and the second reading, to be remembered.
     """
-    for reading in (before, after):
-        if isinstance(reading, Unreadable):
-            return Finding(Status.UNKNOWN, str(reading))
-    assert not isinstance(before, Unreadable)
-    assert not isinstance(after, Unreadable)
     rises = {key: after[key] - value for key, value in before.items() if key in after}
     most: dict[str, int] = {}
     faults = []
@@ -147,7 +140,7 @@ def judge_rise(
     tolerated = "".join(f"; {counter} by {rise} at most, which is normal" for counter, rise in most.items())
     since = f" and in {earlier_s / 3600:.1f} h since the last run" if earlier_s else ""
     seen = f"{len(rises)} counters in {seconds:.1f} s{since}: no fault{tolerated}"
-    return Finding(Status.FAIL, shorten(faults)) if faults else Finding(Status.PASS, seen)
+    return (Finding(Status.FAIL, shorten(faults)) if faults else Finding(Status.PASS, seen)), after
 
 
 def _fault(thing: str, counter: str, rise: int, interval: str, limits: Limits) -> str:

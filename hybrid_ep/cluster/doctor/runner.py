@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from hybrid_ep import env
 from hybrid_ep._version import __version__
-from hybrid_ep.cluster.doctor.model import Check, Counters, Finding, Report, Result, Severity, Status
+from hybrid_ep.cluster.doctor.model import Check, Counters, Finding, Report, Result, Sample, Severity, Status
 from hybrid_ep.cluster.doctor.node import Node, WatchedNode
 from hybrid_ep.cluster.doctor.profile import Profile
 from hybrid_ep.cluster.doctor.registry import GROUPS, all_checks
@@ -99,11 +99,16 @@ def examine(
         for check in applicable:
             if check.sample is not None:
                 earlier, elapsed_s = (memory.counters.get(check.id, {}), memory.elapsed_s()) if memory else ({}, 0.0)
-                limits = Limits.of(profile, check.rise)
-                readings = before[check.id], after[check.id]
-                findings[check.id] = judge_rise(*readings, interval_s, limits, earlier, elapsed_s if earlier else 0.0)
-                if memory and not isinstance(after[check.id], Unreadable):
-                    memory.note(check.id, after[check.id])  # type: ignore[arg-type]
+                judge = check.judge or partial(judge_rise, Limits.of(profile, check.rise))
+                first, second = before[check.id], after[check.id]
+                if isinstance(first, Unreadable) or isinstance(second, Unreadable):
+                    reason = first if isinstance(first, Unreadable) else second
+                    findings[check.id] = Finding(Status.UNKNOWN, str(reason))
+                    continue
+                since_s = elapsed_s if earlier else 0.0
+                findings[check.id], kept = judge(first, second, interval_s, earlier, since_s)
+                if memory:
+                    memory.note(check.id, kept)
     return Report(
         hybrid_ep=__version__,
         host=_known(_guard(node.run, Node.hostname)) or "unknown",
@@ -144,7 +149,15 @@ def _examine(check: Check, node: Node | WatchedNode, profile: Profile) -> Findin
 
 
 def _read_counters(node: Node | WatchedNode, profile: Profile, checks: list[Check]) -> Readings:
-    return {check.id: _guard(node.run, check.sample, profile) for check in checks if check.sample is not None}
+    """Readings by check; several that judge one sample get the same reading."""
+    readings: dict[Sample, Counters | Unreadable] = {}
+    found: dict[str, Counters | Unreadable] = {}
+    for check in checks:
+        if check.sample is not None:
+            if check.sample not in readings:
+                readings[check.sample] = _guard(node.run, check.sample, profile)
+            found[check.id] = readings[check.sample]
+    return found
 
 
 def _result(check: Check, finding: Finding, profile: Profile) -> Result:
@@ -157,7 +170,7 @@ def _result(check: Check, finding: Finding, profile: Profile) -> Result:
         seen=finding.seen,
         expected=profile.fill(check.expectation),
         source=check.source,
-        remedy="" if finding.status is Status.PASS else check.remedy,
+        remedy="" if finding.status is Status.PASS else finding.remedy or check.remedy,
     )
 
 
@@ -165,10 +178,11 @@ def collect_facts(node: Node, profile: Profile) -> dict[str, Any]:
     """Collects what can be read; null where a value could not be.
 
     Returns:
-        ``driver``, ``cuda``, ``packages``, ``gpus`` (name, uuid, cluster_uuid, clique, memory_bytes, power_limit),
-        ``nic_firmware``, ``nic_guids`` by name and ``ports`` of the GPUs' NICs (link_layer, rate_gbps, mtu, gid),
-        ``kernel``, ``clock``, ``boot_id``, ``unix_time_s``, the PCIe tree by names that other nodes share (``tree``),
-        the picture ``topology_svg`` and, from the profile, ``domain_gpus`` and ``clock_error_ms``.
+        ``driver``, ``cuda``, ``packages``, ``gpus`` (name, uuid, cluster_uuid, clique, memory_bytes, power_limit,
+        vbios), ``nic_firmware``, ``nic_guids`` by name and ``ports`` of the GPUs' NICs (link_layer, rate_gbps, mtu,
+        pkey, gid), ``memory_gib`` of the host, ``kernel``, ``clock``, ``boot_id``, ``unix_time_s``, the PCIe tree by
+        names that other nodes share (``tree``), the picture ``topology_svg`` and, from the profile, ``domain_gpus`` and
+        ``clock_error_ms``.
     """
     return {
         "driver": _read_or_none(lambda: str(node.nvml.system("driver_version"))),
@@ -178,6 +192,7 @@ def collect_facts(node: Node, profile: Profile) -> dict[str, Any]:
         "nic_firmware": _read_or_none(lambda: _firmware(node, profile)) or [],
         "nic_guids": _read_or_none(lambda: _guids(node, profile)),
         "ports": _read_or_none(lambda: _ports(node, profile)) or [],
+        "memory_gib": _read_or_none(lambda: round(node.memory_gib, 1)),
         "kernel": _read_or_none(lambda: node.read("/proc/sys/kernel/osrelease")),
         "clock": _read_or_none(lambda: asdict(node.clock())),
         "boot_id": _read_or_none(lambda: node.read("/proc/sys/kernel/random/boot_id")),
@@ -197,6 +212,7 @@ def _gpu(node: Node, gpu_idx: int) -> dict[str, Any]:
         "clique": "fabric.clique",
         "memory_bytes": "memory_bytes",
         "power_limit": "power_limit",
+        "vbios": "vbios",
     }
     return {name: _read_or_none(partial(node.nvml.gpu, gpu_idx, key)) for name, key in keys.items()}
 
@@ -220,6 +236,7 @@ def _ports(node: Node, profile: Profile) -> list[dict[str, Any]]:
             "link_layer": port.link_layer,
             "rate_gbps": port.rate_gbps,
             "mtu": port.active_mtu_bytes,
+            "pkey": _read_or_none(partial(_pkey, node, nic.name, port.port)),
             "gid": _read_or_none(partial(_gid_kind, node, nic.name, port.port, index)) if index is not None else None,
         }
         for nic, port in judged_ports(node, profile)
@@ -228,6 +245,11 @@ def _ports(node: Node, profile: Profile) -> list[dict[str, Any]]:
 
 def _gid_kind(node: Node, nic: str, port: int, index: int) -> str:
     return node.read(f"/sys/class/infiniband/{nic}/ports/{port}/gid_attrs/types/{index}")
+
+
+def _pkey(node: Node, nic: str, port: int) -> str:
+    """The partition key that jobs take, at index 0 of the port's table."""
+    return f"{node.read_int(f'/sys/class/infiniband/{nic}/ports/{port}/pkeys/0'):#06x}"
 
 
 def _tree(node: Node) -> list[str]:

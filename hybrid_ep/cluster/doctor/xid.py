@@ -131,8 +131,20 @@ def _after_boot(seconds: float) -> str:
     return f"{hours} h {minutes} min after the boot" if hours else f"{minutes} min after the boot"
 
 
+@dataclass(frozen=True)
+class FaultLine:
+    """A kind of line of the kernel's log: its form, the fault that it shows, and whether that is an error."""
+
+    pattern: re.Pattern[str]
+    what: str
+    severity: str
+
+    def matches(self, line: LogLine) -> bool:
+        return self.pattern.search(line.message) is not None
+
+
 @cache
-def fault_lines() -> list[tuple[re.Pattern[str], str]]:
-    """Returns a pattern for each kind of line, and the fault that such a line shows; the first that matches counts."""
+def fault_lines() -> list[FaultLine]:
+    """The kinds of kernel_lines.yaml; the first that matches a line counts."""
     entries = yaml.safe_load((Path(__file__).parent / "kernel_lines.yaml").read_text())
-    return [(re.compile(entry["pattern"]), entry["what"]) for entry in entries]
+    return [FaultLine(re.compile(each["pattern"]), each["what"], each.get("severity", "error")) for each in entries]

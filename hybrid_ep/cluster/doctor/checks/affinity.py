@@ -15,9 +15,10 @@ from hybrid_ep.topology import Distance
     "affinity.gpu_nic",
     title="distance between GPUs and NICs",
     source="PCI paths and NUMA nodes in /sys",
-    expectation="every GPU has a NIC, and every NIC a GPU, at {affinity.max_distance} or nearer",
-    remedy="Bare metal: check the slots. Virtual machine: pass the PCIe topology through, or give NCCL a topology file "
-    "and set HYBRID_EP_NICS.",
+    expectation="every GPU has a NIC, and every NIC a GPU, at {affinity.max_distance} or nearer; not judged in a "
+    "virtual machine that hides the PCIe tree",
+    remedy="Check the slots. In a virtual machine that shows only a part of the tree: pass the rest through, or give "
+    "NCCL a topology file and set HYBRID_EP_NICS.",
     wants="nic.count affinity.max_distance",
 )
 def affinity_gpu_nic(node: Node, profile: Profile) -> Finding:
@@ -27,6 +28,8 @@ def affinity_gpu_nic(node: Node, profile: Profile) -> Finding:
     columns = [column for column, nic in enumerate(topology.nics) if nic.name in wanted]
     if not topology.gpus:
         return Finding(Status.UNKNOWN, "no GPU to measure from, see gpu.count")
+    if node.is_guest and min(min(row, default=Distance.SYS) for row in topology.nic_distances) > Distance.PXB:
+        return Finding(Status.PASS, "a virtual machine that hides the PCIe tree: NCCL needs the cloud's topology file")
     faults = []
     # Something that is missing is named by its own count; what is left over without a partner is no second fault.
     if len(columns) >= (wanted_nics(node, profile) or 0):

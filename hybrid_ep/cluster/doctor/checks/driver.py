@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pynvml
+import yaml
 
 from hybrid_ep.cluster.doctor.model import Finding, Status
 from hybrid_ep.cluster.doctor.node import Node
 from hybrid_ep.cluster.doctor.profile import Profile
-from hybrid_ep.cluster.doctor.registry import check
+from hybrid_ep.cluster.doctor.registry import check, shorten
 from hybrid_ep.watched import Unreadable
 
 
@@ -61,6 +67,62 @@ def driver_nvml(node: Node, profile: Profile) -> Finding:
 )
 def driver_cuda(node: Node, profile: Profile) -> Finding:
     return _at_least(_cuda(node), profile["driver.min_cuda"])
+
+
+@check(
+    "driver.cuda_start",
+    title="CUDA starts, and every idle GPU gives a context",
+    source="cuInit and cuDevicePrimaryCtxRetain of libcuda.so.1, in a process of its own with a deadline of 60 s",
+    expectation="code 0 of both, and as many GPUs as NVML shows",
+    remedy="Look for the code in NVIDIA's manual (cuda.h, CUresult) and for the driver's words in dmesg.",
+    wants="driver.min_cuda",
+    quick=False,
+)
+def driver_cuda_start(node: Node, profile: Profile) -> Finding:
+    """GPUs in use are left alone: a context takes memory, and its job may have asked to be alone."""
+    gpus = list(node.nvml.gpus)
+    if not gpus:
+        return Finding(Status.UNKNOWN, "no GPU to start, see gpu.count")
+    idle = [gpu_idx for gpu_idx in gpus if _is_idle(node, gpu_idx, profile["gpu.idle_memory_mib"] or 0)]
+    found = node.cuda_start(idle)
+    if found.library:
+        return Finding(Status.FAIL, found.library, _cuda_codes()["library"])
+    asked = {"cuInit": found.init} | {f"context on GPU {gpu_idx}": found.contexts.get(gpu_idx) for gpu_idx in idle}
+    codes = {call: code for call, code in asked.items() if code}
+    faults = [f"{call}: code {code}, {_words_of(code)[0]}" for call, code in codes.items()]
+    silent = [call for call, code in asked.items() if code is None]
+    if found.lost:
+        faults.append(f"{silent[0] if silent else 'CUDA'}: {found.lost}")
+    elif not codes and silent:
+        raise Unreadable(f"{silent[0]}: no code")
+    elif not codes and found.devices != len(gpus):
+        faults, codes = [f"{found.devices} GPUs by CUDA, {len(gpus)} by NVML"], {"": 101}
+    if faults:
+        remedies = [_words_of(code)[1] for code in codes.values()] or [_cuda_codes()["lost"]]
+        return Finding(Status.FAIL, shorten(faults), remedies[0])
+    in_use = f", {len(gpus) - len(idle)} more are in use" if idle != gpus else ""
+    return Finding(Status.PASS, f"contexts on {len(idle)} GPUs{in_use}")
+
+
+def _is_idle(node: Node, gpu_idx: int, idle_mib: int) -> bool:
+    try:
+        used = int(node.nvml.gpu(gpu_idx, "memory_used_bytes")) >> 20
+        return used <= idle_mib and int(node.nvml.gpu(gpu_idx, "num_processes")) == 0
+    except Unreadable as error:
+        return bool(error.nvml_code == pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+
+def _words_of(code: int) -> tuple[str, str]:
+    """What a CUresult means, and what to do about it."""
+    entry = _cuda_codes().get(code, {"what": "not in our table", "remedy": ""})
+    return entry["what"], entry["remedy"]
+
+
+@cache
+def _cuda_codes() -> dict[str | int, Any]:
+    """cuda_codes.yaml: code → ``what`` and ``remedy``; two words for what has no code."""
+    found: dict[str | int, Any] = yaml.safe_load((Path(__file__).parents[1] / "cuda_codes.yaml").read_text())
+    return found
 
 
 @check(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter
+from functools import partial
 
 import pynvml
 
@@ -81,11 +82,14 @@ def _is_optional(profile: Profile, key: str) -> bool:
     zero_is_wish=True,
 )
 def gpu_count(node: Node, profile: Profile) -> Finding:
-    on_bus = len(node.topology.pci_gpus)
+    on_bus, container, wanted = len(node.topology.pci_gpus), node.container(), profile["gpu.count"]
+    if (refused := _not_given(node)) is not None:
+        return refused
     unreadable = [device.address for device in node.topology.pci if device.may_be_gpu]
     answering, silent = _answering(node)
-    container = node.container()
-    want = profile["gpu.count"] if profile["gpu.count"] != "any" else max(on_bus, answering, 1)
+    want = max(on_bus, answering, 1) if wanted == "any" else wanted
+    if isinstance(wanted, list):  # the sizes of a cloud's machines
+        want = min((size for size in wanted if size >= max(on_bus, answering)), default=max(wanted))
     seen = f"{answering} by NVML, {on_bus} by PCI" + "".join(f"; {reason}" for reason in silent)
     if answering == want and not node.topology.pci:
         return Finding(Status.PASS, f"{answering} by NVML; PCI cannot be seen here")
@@ -98,6 +102,25 @@ def gpu_count(node: Node, profile: Profile) -> Finding:
     return Finding(Status.PASS if answering == want == on_bus else Status.FAIL, seen)
 
 
+def _not_given(node: Node) -> Finding | None:
+    """A container whose NVML does not start: it was given no GPU, or it has lost those that it was given."""
+    if not node.container().inside:
+        return None
+    try:
+        node.nvml.system("gpu_count")
+    except Unreadable as error:
+        if node.gpu_devices and error.nvml_code in _SHUT_OUT:
+            words = "Recreate the container: it may no longer open its device files, as after systemctl daemon-reload. "
+            words += "On the node, use CDI, or let the runtime create /dev/char links (nvidia-ctk system)."
+            return Finding(Status.FAIL, f"this container has lost {', '.join(node.gpu_devices)}: {error}", words)
+        absent = error.nvml_code == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND or not node.gpu_devices
+        if absent and node.driver_is_loaded:
+            return Finding(Status.UNKNOWN, f"this container was given no GPU; the node's driver is loaded ({error})")
+    return None
+
+
+# A container whose device files are there, and may not be opened any more.
+_SHUT_OUT = (pynvml.NVML_ERROR_UNKNOWN, pynvml.NVML_ERROR_NO_PERMISSION, pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
 # What NVML says where the driver is the fault, and not our view of it.
 _NO_DRIVER = (
     pynvml.NVML_ERROR_DRIVER_NOT_LOADED,
@@ -314,13 +337,15 @@ def gpu_throttle(node: Node, profile: Profile) -> Finding:
     source="NVML DeviceGetCurr/MaxPcieLinkWidth and Generation; /sys/bus/pci/devices of the GPU and every bridge above",
     expectation="width of the GPU, at least x{gpu.pcie_width}. Slot and GPU can do generation {gpu.pcie_generation}; "
     "a busy GPU runs at it (an idle link slows down by design). Links of switches are as wide and fast as both ends "
-    "can",
+    "can. In a virtual machine: width of the GPU by NVML, as far as the hypervisor shows it",
     remedy="Reseat the GPU or riser, check the slot's bifurcation and retimer firmware; a narrow or slow link halves "
     "host and NIC traffic.",
     wants="gpu.count",
 )
 def gpu_pcie(node: Node, profile: Profile) -> Finding:
     want_width, want_generation = profile["gpu.pcie_width"], profile["gpu.pcie_generation"]
+    if node.is_guest:
+        return survey(node.nvml.gpus, _name, partial(_guest_width_fault, node), "full width, as far as a guest sees it")
     devices = {device.address: device for device in node.topology.pci}
     addresses = {gpu.gpu_idx: gpu.pci_address for gpu in node.topology.gpus}
 
@@ -339,6 +364,12 @@ def gpu_pcie(node: Node, profile: Profile) -> Finding:
         return ", ".join(faults) or None
 
     return survey(node.nvml.gpus, _name, fault, "full width")
+
+
+def _guest_width_fault(node: Node, gpu_idx: int) -> str | None:
+    """A hypervisor hides the slot and the bridges, and often the link; what NVML does show is the GPU's own."""
+    width, most = (int(_has(node, gpu_idx, key) or 0) for key in ("pcie_width", "pcie_width_max"))
+    return f"x{width} of x{most}" if 1 < width < most else None
 
 
 @check(

@@ -46,9 +46,12 @@ def _acs_control(config: bytes) -> int | None:
     privilege="root, to read extended configuration space",
 )
 def host_acs(node: Node, profile: Profile) -> Finding:
-    if re.search(r"^flags\s*:.*\bhypervisor\b", node.read("/proc/cpuinfo"), re.MULTILINE):
+    if node.is_guest:
         return Finding(Status.PASS, "a virtual machine: the hypervisor decides")
-    on_path = {address for device in _peers(node, profile) for address in device.path}
+    peers = _peers(node, profile)
+    if len(peers) < 2:
+        return Finding(Status.PASS, _ALONE)
+    on_path = {address for device in peers for address in device.path}
     bridges = [device.address for device in node.topology.pci if device.is_bridge and device.address in on_path]
 
     def fault(address: str) -> str | None:
@@ -56,6 +59,9 @@ def host_acs(node: Node, profile: Profile) -> Finding:
         return f"ACS is on ({control:#06x})" if control and control & _ACS_REDIRECTS else None
 
     return survey(bridges, str, fault, f"off on {len(bridges)} bridges", if_none="no bridge above a GPU or its NIC")
+
+
+_ALONE = "no two devices that could talk to each other"
 
 
 def _peers(node: Node, profile: Profile) -> list[PciDevice]:
@@ -73,6 +79,8 @@ def _peers(node: Node, profile: Profile) -> list[PciDevice]:
     wants="host.iommu",
 )
 def host_iommu(node: Node, profile: Profile) -> Finding:
+    if len(_peers(node, profile)) < 2:
+        return Finding(Status.PASS, _ALONE)
     groups = node.names_or_none("/sys/kernel/iommu_groups")
     if not groups:
         mode = "off"
@@ -87,10 +95,11 @@ def host_iommu(node: Node, profile: Profile) -> Finding:
 @check(
     "host.governor",
     title="CPU frequency governor",
-    source="/sys/devices/system/cpu/cpu*/cpufreq/scaling_governor",
-    expectation="{host.governor}",
+    source="/sys/devices/system/cpu/cpu*/cpufreq/scaling_governor, energy_performance_preference",
+    expectation="{host.governor}, or as an energy preference where the CPU itself chooses frequencies",
     remedy="cpupower frequency-set -g performance, and make it permanent.",
     wants="host.governor",
+    severity=Severity.WARNING,
 )
 def host_governor(node: Node, profile: Profile) -> Finding:
     cpus = "/sys/devices/system/cpu"
@@ -99,6 +108,9 @@ def host_governor(node: Node, profile: Profile) -> Finding:
         folder = f"{cpus}/{name}/cpufreq"
         if re.fullmatch(r"cpu\d+", name) and node.exists(folder):
             governor = node.read(f"{folder}/scaling_governor")
+            # With amd-pstate-epp or intel_pstate, powersave only says that the CPU chooses; the preference says how.
+            if governor == "powersave" and node.exists(f"{folder}/energy_performance_preference"):
+                governor = node.read(f"{folder}/energy_performance_preference")
             found[governor] = found.get(governor, 0) + 1
     if not found:
         return Finding(Status.PASS, "the kernel does not scale frequencies here")
@@ -113,6 +125,7 @@ def host_governor(node: Node, profile: Profile) -> Finding:
     expectation="off",
     remedy="sysctl -w kernel.numa_balancing=0, and in /etc/sysctl.d; it unmaps pages under pinned buffers' neighbours.",
     wants="host.numa_balancing_off",
+    severity=Severity.WARNING,
 )
 def host_numa_balancing(node: Node, profile: Profile) -> Finding:
     text = node.read_or_none("/proc/sys/kernel/numa_balancing")
@@ -132,6 +145,55 @@ def host_numa_balancing(node: Node, profile: Profile) -> Finding:
 def host_hugepages(node: Node, profile: Profile) -> Finding:
     count = node.read_int("/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages")
     return Finding(Status.PASS if count >= profile["host.hugepages_2m"] else Status.FAIL, str(count))
+
+
+@check(
+    "host.memory",
+    title="memory of the host",
+    source="/proc/meminfo; /sys/devices/system/edac/mc/mc*/ue_count",
+    expectation="at least 95 % of {host.memory_gib} GiB, and no uncorrected error since the driver was loaded",
+    remedy="The BMC's event log names the module that is missing, was mapped out, or fails: reseat or replace it.",
+    wants="",
+)
+def host_memory(node: Node, profile: Profile) -> Finding:
+    gib = node.memory_gib
+    want, edac = profile["host.memory_gib"], "/sys/devices/system/edac/mc"
+    faults = [f"{gib:.0f} of {want} GiB"] if want and gib < 0.95 * want else []
+    controllers = node.names(edac) if node.is_seen(edac) else []
+    for name in controllers:
+        if name.startswith("mc") and node.is_seen(f"{edac}/{name}/ue_count"):
+            count = node.read_int(f"{edac}/{name}/ue_count")
+            faults += [f"{name}: {count} uncorrected errors"] if count else []
+    return Finding.judge(faults, f"{gib:.0f} GiB")
+
+
+@check(
+    "host.cpus",
+    title="CPUs",
+    source="/sys/devices/system/cpu/present, online and smt/control",
+    expectation="all that are present are online, but for the second threads of cores where SMT is off",
+    remedy="Look for what took them away (dmesg, machine checks), or bring them back: "
+    "echo 1 > /sys/devices/system/cpu/cpuN/online.",
+    wants="",
+)
+def host_cpus(node: Node, profile: Profile) -> Finding:
+    folder = "/sys/devices/system/cpu"
+    present, online = (_cpus(node.read(f"{folder}/{name}")) for name in ("present", "online"))
+    has_smt = node.is_seen(f"{folder}/smt/control") and "off" in node.read(f"{folder}/smt/control")
+    offline = len(present - online)
+    if not offline or (has_smt and 2 * offline <= len(present)):
+        return Finding(Status.PASS, f"{len(online)} online" + ", SMT is off" * bool(offline))
+    return Finding(
+        Status.FAIL, f"{offline} of {len(present)} offline: {shorten([str(c) for c in sorted(present - online)])}"
+    )
+
+
+def _cpus(text: str) -> set[int]:
+    """The numbers of a list such as ``0-55,112``."""
+    found = re.findall(r"(\d{1,5})(?:-(\d{1,5}))?", text)
+    if not found:
+        raise Unreadable(f"{text!r:.40} is no list of CPUs")
+    return {cpu for first, last in found for cpu in range(int(first), int(last or first) + 1)}
 
 
 @check(
@@ -167,8 +229,7 @@ def host_memlock(node: Node, profile: Profile) -> Finding:
         return Finding(Status.UNKNOWN, "/proc/self/limits has no line for it")
     if limit[1] == profile["host.memlock"]:
         return Finding(Status.PASS, limit[1])
-    total = re.search(r"^MemTotal:\s+(\d{1,15}) kB", node.read("/proc/meminfo"), re.MULTILINE)
-    if limit[1].isdigit() and total and int(limit[1]) >= 1024 * int(total[1]):
+    if limit[1].isdigit() and int(limit[1]) >= node.memory_gib * 2**30:
         return Finding(Status.PASS, f"{limit[1]} bytes, no less than the node's memory")
     return Finding(Status.FAIL, f"{limit[1]} bytes")
 
@@ -206,13 +267,8 @@ def host_shm(node: Node, profile: Profile) -> Finding:
     if "ro" in mounts[-1][1].split(","):
         return Finding(Status.FAIL, "/dev/shm is mounted read-only")
     size = re.search(r"\bsize=(\d{1,15})k", mounts[-1][1])
-    if size:
-        mib = int(size[1]) // 1024
-    else:  # tmpfs takes half of the memory where nothing is said
-        total = re.search(r"^MemTotal:\s+(\d{1,15}) kB", node.read("/proc/meminfo"), re.MULTILINE)
-        if total is None:
-            return Finding(Status.UNKNOWN, "/proc/meminfo has no MemTotal")
-        mib = int(total[1]) // 2048
+    # tmpfs takes half of the memory where nothing is said.
+    mib = int(size[1]) // 1024 if size else int(node.memory_gib * 512)
     least = profile["host.shm_mib"]
     if mib < least:
         return Finding(Status.FAIL, f"{mib} MiB")
@@ -243,31 +299,67 @@ def host_kernel(node: Node, profile: Profile) -> Finding:
 
 @check(
     "host.kernel_log",
-    title="faults of PCIe, NICs, IOMMU, CPUs and host memory since the boot",
+    title="faults of the host, and of GPUs, their NICs and the bridges above them, since the boot",
     source="kernel log, as gpu.xid",
-    expectation="no uncorrected error of PCIe, CPU or host memory; no DMA that the IOMMU refused; no fault of NIC "
-    "firmware, power, temperature or transceiver",
+    expectation="no uncorrected error of CPU or host memory, no oops and no CPU that locked up. Of GPUs, their NICs "
+    "and the bridges above: no uncorrected PCIe error and no DMA that the IOMMU refused. Of the NICs no fault of "
+    "firmware, power, temperature, transceiver or transmit queue. Other devices do not count",
     remedy="PCIe: reseat the device at the address, check riser and retimer firmware. NIC: update its firmware, check "
     "cooling, transceiver and cable; replace it when it comes back. IOMMU: boot with iommu=pt, and update the device's "
-    "driver. CPU and host memory: the BMC's event log names the module; replace it.",
+    "driver. CPU and host memory: the BMC's event log names the module; replace it. Oops or lockup: reboot, and update "
+    "the driver that the trace names.",
     wants="gpu.xids",
     privilege="as gpu.xid",
     quick=False,
 )
 def host_kernel_log(node: Node, profile: Profile) -> Finding:
+    return _judge_log(node, profile, Severity.ERROR)
+
+
+@check(
+    "host.kernel_stalls",
+    title="tasks that hung and CPUs that were too hot, since the boot",
+    source="kernel log, as gpu.xid",
+    expectation="none",
+    remedy="Hung tasks: look for what they waited for (often a file system or the GPU driver) in the trace behind the "
+    "line. Heat: check fans, filters and the temperature of the room.",
+    wants="gpu.xids",
+    privilege="as gpu.xid",
+    severity=Severity.WARNING,
+    quick=False,
+)
+def host_kernel_stalls(node: Node, profile: Profile) -> Finding:
+    return _judge_log(node, profile, Severity.WARNING)
+
+
+_ADDRESS = re.compile(r"(?<![0-9a-f:])(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}:[0-9a-f]{2}\.[0-7])\b")
+_NETDEV = re.compile(r"NETDEV WATCHDOG: (?:CPU: \d+: )?(\S+) \(")
+
+
+def _devices_in(message: str) -> list[str]:
+    """The devices that a line names: PCI addresses as /sys writes them, and network interfaces."""
+    addresses = [f"{int(domain or '0', 16):04x}:{rest}" for domain, rest in _ADDRESS.findall(message)]
+    return addresses + _NETDEV.findall(message)
+
+
+def _judge_log(node: Node, profile: Profile, severity: Severity) -> Finding:
     gap = ""
     try:
         lines = node.kernel_log()
     except Unreadable as error:
         lines, gap = list(error.log), str(error)
+    known, judged = _judged_devices(node, profile)
     seen: dict[tuple[str, str], int] = {}
     for line in lines:
-        for pattern, what in fault_lines():
-            if pattern.search(line.message):
-                address = re.search(r"\b[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]\b", line.message)
-                key = (what, address[0] if address else "")
-                seen[key] = seen.get(key, 0) + 1
-                break
+        what, of = next(((entry.what, entry.severity) for entry in fault_lines() if entry.matches(line)), ("", ""))
+        if of != severity.value:
+            continue
+        named = _devices_in(line.message)
+        # A device that is no longer there may have been ours.
+        if named and not any(device in judged or device not in known for device in named):
+            continue
+        key = (what, named[0] if named else "")
+        seen[key] = seen.get(key, 0) + 1
     faults = [
         f"{what} {address}".rstrip() + (f", {count} times" if count > 1 else "")
         for (what, address), count in seen.items()
@@ -275,6 +367,20 @@ def host_kernel_log(node: Node, profile: Profile) -> Finding:
     if faults:
         return Finding(Status.FAIL, shorten(faults))
     return Finding(Status.UNKNOWN, gap) if gap else Finding(Status.PASS, "none")
+
+
+def _judged_devices(node: Node, profile: Profile) -> tuple[set[str], set[str]]:
+    """Devices that are there, and of these GPUs, their NICs and the bridges above; none where PCI cannot be seen."""
+    try:
+        known = set(node.names("/sys/bus/pci/devices"))
+        paths = {address for device in _peers(node, profile) for address in device.path}
+    except Unreadable:
+        return set(), set()
+    functions = {address.rpartition(".")[0] for address in paths}  # of a card, any function
+    judged = {address for address in known if address.rpartition(".")[0] in functions}
+    netdevs = {netdev for nic in assign_roles(node, profile).compute for netdev in nic.netdevs}
+    known.update(node.names("/sys/class/net") if node.is_seen("/sys/class/net") else ())
+    return known, judged | netdevs
 
 
 @counters(

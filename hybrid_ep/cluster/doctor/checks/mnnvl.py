@@ -12,6 +12,20 @@ from hybrid_ep.cluster.doctor.registry import check
 from hybrid_ep.watched import Unreadable
 
 _CHANNELS = "/dev/nvidia-caps-imex-channels"
+_DRA_PLUGIN = "/var/lib/kubelet/plugins/compute-domain.nvidia.com"
+_IMEX_UNIT = "/etc/systemd/system/nvidia-imex.service"
+
+
+def _waits_for_claim(node: Node) -> str:
+    """Why this node has neither daemon nor channel yet: the DRA driver makes both with a job's claim; else empty.
+
+    That driver asks for the node's own service to be masked (kubernetes-sigs/dra-driver-nvidia-gpu, issue 524).
+    """
+    if node.is_seen(_CHANNELS) and node.names(_CHANNELS):
+        return ""
+    masked = node.is_seen(_IMEX_UNIT) and node.link(_IMEX_UNIT) == "null"
+    managed = masked or node.is_seen(_DRA_PLUGIN)
+    return "none yet: the DRA driver makes daemon and channel with a job's ComputeDomain claim" if managed else ""
 
 
 @check(
@@ -46,6 +60,8 @@ def mnnvl_clique(node: Node, profile: Profile) -> Finding:
     quick=False,
 )
 def mnnvl_imex_daemon(node: Node, profile: Profile) -> Finding:
+    if waits := _waits_for_claim(node):
+        return Finding(Status.PASS, waits)
     text = node.command("nvidia-imex-ctl", "-N", "-j")
     try:
         answer = json.loads(text)
@@ -74,7 +90,13 @@ def mnnvl_imex_channel(node: Node, profile: Profile) -> Finding:
     major = re.search(r"^\s*(\d+) nvidia-caps-imex-channels$", node.read("/proc/devices"), re.MULTILINE)
     if major is None:
         return Finding(Status.FAIL, "/proc/devices has no nvidia-caps-imex-channels")
+    if waits := _waits_for_claim(node):
+        return Finding(Status.PASS, waits)
     channels = node.names_or_none(_CHANNELS)
+    if not channels and node.container().inside:
+        return Finding(
+            Status.UNKNOWN, "a container has only the channels that it was given, as by a ComputeDomain claim"
+        )
     found = {name: node.char_device(f"{_CHANNELS}/{name}") for name in channels}
     if not found:
         return Finding(Status.FAIL, f"no channel in {_CHANNELS}")
@@ -91,4 +113,8 @@ def mnnvl_imex_channel(node: Node, profile: Profile) -> Finding:
     wants="mnnvl.imex",
 )
 def mnnvl_fabric_handle(node: Node, profile: Profile) -> Finding:
-    return Finding(Status.PASS, "supported") if node.cuda().fabric_handles else Finding(Status.FAIL, "not supported")
+    if node.cuda().fabric_handles:
+        return Finding(Status.PASS, "supported")
+    if waits := _waits_for_claim(node):
+        return Finding(Status.PASS, waits)
+    return Finding(Status.FAIL, "not supported")

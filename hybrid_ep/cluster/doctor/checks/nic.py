@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Iterable
 
 from hybrid_ep.cluster.doctor.checks.gpu import gpus_are_missing, sees_few
@@ -38,6 +40,7 @@ _LOSSES = (
     "port_rcv_errors",
     "local_link_integrity_errors",
     "excessive_buffer_overrun_errors",
+    "port_xmit_discards",
 )
 _HW_LOSSES = (
     "link_downed",
@@ -49,12 +52,33 @@ _HW_LOSSES = (
     "retry_exceeded_err",
     "rcvd_seq_err",
     "rx_icrc_encapsulated",
+    "roce_slow_restart",
+    "req_transport_retries_exceeded",
+    # Broadcom's, beside those that newer drivers name as mlx5 does (drivers/infiniband/hw/bnxt_re/hw_counters.c).
+    "to_retransmits",
+    "seq_err_naks_rcvd",
+    "max_retry_exceeded",
+    "rnr_naks_rcvd",
+    "missing_resp",
+    "unrecoverable_err",
+    "rx_roce_error_pkts",
+    "rx_roce_errors",
+    "tx_roce_errors",
+    "rx_roce_discards",
+    "tx_roce_discards",
+    # eRDMA's (drivers/infiniband/hw/erdma/erdma_verbs.c); drops by the limits of an instance's size are no fault.
+    "hw_disable_drop_cnt",
+    "hw_rx_disable_drop_cnt",
     # EFA's (drivers/infiniband/hw/efa/efa_verbs.c).
     "rx_drops",
     "rdma_read_wr_err",
     "rdma_write_wr_err",
     "retrans_timeout_events",
+    "unresponsive_remote_events",
+    "impaired_remote_conn_events",
 )
+# Of the whole device: commands of EFA that its firmware refused, or never answered.
+_DEVICE_LOSSES = ("cmds_err", "no_completion_cmds")
 
 
 def _name(nic: Nic) -> str:
@@ -93,8 +117,9 @@ def nic_count(node: Node, profile: Profile) -> Finding:
 @check(
     "nic.state",
     title="port state",
-    source=f"{INFINIBAND}/*/ports/*/state, phys_state, sm_lid; of a bond, /sys/class/net/*/lower_*/operstate",
-    expectation="ACTIVE, LinkUp; on InfiniBand a subnet manager; every interface of a bond is up",
+    source=f"{INFINIBAND}/*/ports/*/state, phys_state, sm_lid; of a bond, /sys/class/net/*/lower_*/operstate; "
+    "of EFA, /sys/class/net/*/operstate",
+    expectation="ACTIVE, LinkUp; on InfiniBand a subnet manager; every interface of a bond, and that of EFA, is up",
     remedy="Polling, Disabled, or an interface of a bond that is down: cable, transceiver or switch port. INIT on "
     "InfiniBand: no subnet manager answers.",
     wants="nic.count",
@@ -109,10 +134,21 @@ def nic_state(node: Node, profile: Profile) -> Finding:
             return f"{it.state}, {it.phys_state}"
         if it.link_layer == "Ethernet":
             return _bond_fault(node, port)
+        if it.link_layer not in ("Ethernet", "InfiniBand"):
+            return _netdev_fault(node, port)
         return "no subnet manager (sm_lid 0)" if it.link_layer == "InfiniBand" and it.sm_lid == 0 else None
 
     ports = judged_ports(node, profile)
     return survey(ports, port_name, fault, f"{len(ports)} ports ACTIVE, LinkUp")
+
+
+def _netdev_fault(node: Node, port: Port) -> str | None:
+    """The driver of EFA calls every port active, whatever its network interface says."""
+    for netdev in port[0].netdevs:
+        with contextlib.suppress(Unreadable):
+            if (state := node.read(f"/sys/class/net/{netdev}/operstate")) == "down":
+                return f"{netdev} is {state}"
+    return None
 
 
 def _bond_fault(node: Node, port: Port) -> str | None:
@@ -210,8 +246,8 @@ def nic_firmware(node: Node, profile: Profile) -> Finding:
     mixed = [", ".join(sorted(found)) for found in versions.values() if len(found) > 1]
 
     def fault(nic: Nic) -> str | None:
-        if not nic.firmware and nic.pci_address:  # a device that is software has none
-            raise Unreadable(f"{INFINIBAND}/{nic.name}/fw_ver cannot be read")
+        if not nic.firmware and nic.pci_address:  # a device that is software has none, and some drivers say nothing
+            node.read(f"{INFINIBAND}/{nic.name}/fw_ver")
         return None if not allowed or not nic.firmware or nic.firmware in allowed else nic.firmware
 
     found = survey(nics, _name, fault, ", ".join(sorted({nic.firmware for nic in nics})))
@@ -262,8 +298,11 @@ def nic_pcie(node: Node, profile: Profile) -> Finding:
         device = devices.get(node.link(f"/sys/bus/pci/devices/{nic.pci_address}/physfn") or nic.pci_address)
         link = device.link if device else None
         if device is None or link is None or not link.width or not link.gts:
+            if node.is_guest:
+                return None
             raise Unreadable("a virtual function, whose physical function cannot be seen here, or an unreadable link")
-        slot = devices.get(device.path[-2]) if len(device.path) > 1 else None
+        # The bridges of a virtual machine are made up by its hypervisor.
+        slot = devices.get(device.path[-2]) if len(device.path) > 1 and not node.is_guest else None
         width, gts = link.max_width, link.max_gts
         if slot is not None:  # a slot of an older generation is no fault where it carries the port
             width, gts = min(width, slot.link.max_width or width), min(gts, slot.link.max_gts or gts)
@@ -273,11 +312,12 @@ def nic_pcie(node: Node, profile: Profile) -> Finding:
         if not faults and bandwidth_gbps(device) < rate:
             faults = [f"{link} carries {bandwidth_gbps(device):.0f} Gb/s, the port {rate:g}"]
         # Links that a GPU uses as well are named by gpu.pcie alone.
-        faults += link_faults(device, devices, without=of_gpus)
+        faults += [] if node.is_guest else link_faults(device, devices, without=of_gpus)
         return ", ".join(faults) or None
 
     nics = [nic for nic in required_nics(node, profile) if nic.pci_address]
-    return survey(nics, _name, fault, "full width and speed", if_none="no NIC on PCIe")
+    good = "full width and speed" + ", as far as a guest sees it" * node.is_guest
+    return survey(nics, _name, fault, good, if_none="no NIC on PCIe")
 
 
 @check(
@@ -285,7 +325,7 @@ def nic_pcie(node: Node, profile: Profile) -> Finding:
     title="PCIe read requests and relaxed ordering",
     source="configuration space of the NICs: MaxReadReq and relaxed ordering in Device Control; a virtual function has "
     "those of its physfn",
-    expectation="MaxReadReq ≥ {nic.max_read_request} bytes; relaxed ordering enabled",
+    expectation="MaxReadReq ≥ {nic.max_read_request} bytes; relaxed ordering enabled (not in a virtual machine)",
     remedy="BIOS, or at each boot: setpci -s NIC CAP_EXP+8.w sets MaxReadReq (bits 12–14), relaxed ordering (bit 4). "
     'Where the physical function cannot be seen: severity {nic.pcie_settings: "off"} in a profile of the site.',
     wants="nic.count nic.max_read_request",
@@ -295,6 +335,8 @@ def nic_pcie(node: Node, profile: Profile) -> Finding:
 def nic_pcie_settings(node: Node, profile: Profile) -> Finding:
     def fault(nic: Nic) -> str | None:
         physical = node.link(f"/sys/bus/pci/devices/{nic.pci_address}/physfn")
+        if node.is_guest:  # sees settings of the hypervisor's making
+            return None
         if physical is None and not node.topology.pci_device(nic.pci_address).link.width:
             raise Unreadable("a virtual function, whose physical function cannot be seen here")
         config = node.read_bytes(f"/sys/bus/pci/devices/{physical or nic.pci_address}/config")
@@ -305,7 +347,8 @@ def nic_pcie_settings(node: Node, profile: Profile) -> Finding:
         return ", ".join(faults) or None
 
     nics = [nic for nic in required_nics(node, profile) if nic.pci_address]
-    return survey(nics, _name, fault, "large requests, relaxed ordering", if_none="no NIC on PCIe")
+    good = "a virtual machine: the hypervisor decides" if node.is_guest else "large requests, relaxed ordering"
+    return survey(nics, _name, fault, good, if_none="no NIC on PCIe")
 
 
 def _device_control(config: bytes) -> int:
@@ -323,7 +366,8 @@ def _device_control(config: bytes) -> int:
 @counters(
     "nic.errors",
     title="link and transport error counters, read twice",
-    source=f"{INFINIBAND}/*/ports/*/counters, hw_counters",
+    source=f"{INFINIBAND}/*/ports/*/counters, hw_counters; {INFINIBAND}/*/hw_counters (EFA); "
+    "/sys/class/net/*/carrier_changes",
     expectation="no counter rises, but for these and so much an hour on one port: {nic.error_rise_per_h}",
     remedy="Clean or replace cable and transceiver; on Ethernet check PFC and ECN from host to switch.",
     wants="nic.count",
@@ -333,17 +377,82 @@ def nic_errors(node: Node, profile: Profile) -> Counters:
     found: dict[tuple[str, str], int] = {}
     reason = f"no error counters below {INFINIBAND}/*/ports/*"
     for port in judged_ports(node, profile):
-        for folder, names in (("counters", _LOSSES), ("hw_counters", _HW_LOSSES)):
-            place = f"{port_folder(port)}/{folder}"
-            there = node.names_or_none(place)
+        places = [
+            (port_name(port), f"{port_folder(port)}/counters", _LOSSES),
+            (port_name(port), f"{port_folder(port)}/hw_counters", _HW_LOSSES),
+            (port[0].name, f"{INFINIBAND}/{port[0].name}/hw_counters", _DEVICE_LOSSES),
+            *((netdev, f"/sys/class/net/{netdev}", ("carrier_changes",)) for netdev in port[0].netdevs),
+        ]
+        for thing, place, names in places:
+            there = node.names_or_none(place) if node.is_seen(place) else []
             for name in (name for name in names if name in there):
                 try:
-                    found[port_name(port), name] = node.read_int(f"{place}/{name}")
+                    found[thing, name] = node.read_int(f"{place}/{name}")
                 except Unreadable as error:  # a virtual function refuses some; the others count all the same
                     reason = str(error)
     if not found:
         raise Unreadable(reason)
     return found
+
+
+# The InfiniBand standard allows a bit error in 10^12 bits after correction; mlxlink writes 15E-255 for none.
+_MOST_BER = 1e-12
+_NEEDS_FEC_GBPS = 100  # lanes of 25 Gb/s and more; without correction their raw errors reach the receiver
+
+
+@check(
+    "nic.cable",
+    title="bit errors, error correction and temperature of the cables and transceivers",
+    source="mlxlink -m -c --json (root); else ethtool -m",
+    expectation="at most one bit error in 10^12 bits after correction; FEC on from 100 Gb/s; transceivers below their "
+    "own high limit. Not measured where neither program is installed",
+    remedy="Clean or replace cable and transceiver, and check the airflow past the ports; set FEC to auto at "
+    "both ends.",
+    wants="nic.count",
+    severity=Severity.WARNING,
+    quick=False,
+)
+def nic_cable(node: Node, profile: Profile) -> Finding:
+    reasons: list[str] = []
+    measured = 0
+
+    def fault(port: Port) -> str | None:
+        nonlocal measured
+        for read in (_ask_mlxlink, _ask_ethtool):
+            try:
+                found = read(node, port)
+            except Unreadable as error:
+                reasons.append(str(error))
+            else:
+                measured += 1
+                return ", ".join(found) or None
+        return None
+
+    ports = active_ports(node, profile)
+    found = survey(ports, port_name, fault, f"{len(ports)} ports")
+    return found if measured else Finding(Status.PASS, f"not measured: {reasons[0]}")
+
+
+def _ask_mlxlink(node: Node, port: Port) -> list[str]:
+    text = node.command("mlxlink", "-d", port[0].name, "-m", "-c", "--json")
+    values = dict(re.findall(r'"([^"]+)"\s*:\s*"([^"]*)"', text))
+    faults = []
+    for name in ("Effective Physical BER", "Symbol BER"):
+        with contextlib.suppress(ValueError):
+            faults += [f"{name} {values[name]}"] if float(values.get(name, "0")) > _MOST_BER else []
+    fec = values.get("FEC", "")
+    if port[1].rate_gbps >= _NEEDS_FEC_GBPS and re.fullmatch(r"No[- ]FEC", fec, re.IGNORECASE):
+        faults.append("no FEC")
+    heat = re.match(r"(-?\d{1,3})\s*\[-?\d{1,3}\.\.(\d{1,3})\]", values.get("Temperature [C]", ""))
+    if heat and int(heat[1]) >= int(heat[2]):
+        faults.append(f"transceiver at {heat[1]} °C, its limit is {heat[2]}")
+    return faults
+
+
+def _ask_ethtool(node: Node, port: Port) -> list[str]:
+    text = node.command("ethtool", "-m", netdev_of(node, port))
+    alarms = re.findall(r"^\s*Module temperature high (alarm|warning)\s*: On", text, re.MULTILINE)
+    return [f"transceiver too hot (high {alarm})" for alarm in alarms]
 
 
 @check(
@@ -396,6 +505,33 @@ def nic_umad(node: Node, profile: Profile) -> Finding:
 
     ports = [port for port in judged_ports(node, profile) if port[1].link_layer == "InfiniBand"]
     return survey(ports, port_name, fault, f"{len(ports)} devices", if_none="no InfiniBand port")
+
+
+@check(
+    "nic.pkey",
+    title="partition key",
+    source=f"{INFINIBAND}/*/ports/*/pkeys (InfiniBand only)",
+    expectation="full membership (0x8000 is set) of a partition at index 0, which NCCL, NVSHMEM and this package take",
+    remedy="Have the subnet manager put the port into the job's partition as full member, at index 0. With OpenSM that "
+    "is the port's GUID with =full in partitions.conf. Limited members reach full members alone.",
+    wants="nic.count",
+)
+def nic_pkey(node: Node, profile: Profile) -> Finding:
+    def fault(port: Port) -> str | None:
+        first = node.read_int(f"{port_folder(port)}/pkeys/0")
+        seen.add(f"{first:#06x}")
+        if first & 0x7FFF and first & 0x8000:
+            return None
+        indices = [name for name in node.names(f"{port_folder(port)}/pkeys") if name.isdigit()]
+        others = {name: node.read_int(f"{port_folder(port)}/pkeys/{name}") for name in sorted(indices, key=int)[:128]}
+        full = [f"{key:#06x} at index {name}" for name, key in others.items() if key & 0x8000 and key & 0x7FFF]
+        kind = "empty" if not first & 0x7FFF else f"{first:#06x}, a limited member"
+        return f"index 0 is {kind}; full membership: {', '.join(full) or 'none'}"
+
+    seen: set[str] = set()
+    ports = [port for port in judged_ports(node, profile) if port[1].link_layer == "InfiniBand"]
+    found = survey(ports, port_name, fault, "", if_none="no InfiniBand port")
+    return Finding(Status.PASS, " and ".join(sorted(seen))) if found.status is Status.PASS and seen else found
 
 
 _GIDS_SHOWN = 16  # of up to 256 entries of a port's table

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import re
+import statistics
 from itertools import permutations
 
 import pynvml
 
-from hybrid_ep.cluster.doctor.model import Counters, Finding, Status
+from hybrid_ep.cluster.doctor.model import Counters, Finding, Severity, Status
 from hybrid_ep.cluster.doctor.node import Node
 from hybrid_ep.cluster.doctor.nvml import FABRIC_COMPLETED, LINK_REMOTE_SWITCH, P2P_NVLINK, P2P_OK
 from hybrid_ep.cluster.doctor.profile import Profile
-from hybrid_ep.cluster.doctor.registry import check, counters, survey
+from hybrid_ep.cluster.doctor.registry import check, counters, shorten, survey
 from hybrid_ep.watched import Unreadable
 
 _LINK_COUNT = int(pynvml.NVML_FI_DEV_NVLINK_LINK_COUNT)  # field 91
@@ -27,6 +28,10 @@ _FABRIC_HEALTH = {
     int(pynvml.NVML_GPU_FABRIC_HEALTH_MASK_SHIFT_ROUTE_RECOVERY): "route recovery in progress",
     int(pynvml.NVML_GPU_FABRIC_HEALTH_MASK_SHIFT_ROUTE_UNHEALTHY): "route unhealthy",
     int(pynvml.NVML_GPU_FABRIC_HEALTH_MASK_SHIFT_ACCESS_TIMEOUT_RECOVERY): "recovery from an access timeout",
+}
+_HEALTH_SUMMARIES = {
+    int(pynvml.NVML_GPU_FABRIC_HEALTH_SUMMARY_UNHEALTHY): "unhealthy",
+    int(pynvml.NVML_GPU_FABRIC_HEALTH_SUMMARY_LIMITED_CAPACITY): "of limited capacity",
 }
 # Four bits of it: 0 and 1 stand for not known and none.
 _CONFIGURATION_SHIFT = 8
@@ -57,6 +62,13 @@ _NVLINK5_COUNTERS = {
         "SYMBOL_ERRORS",
     )
 }
+_C2C_COUNT, _C2C_STATUS = int(pynvml.NVML_FI_DEV_C2C_LINK_COUNT), int(pynvml.NVML_FI_DEV_C2C_LINK_GET_STATUS)
+_C2C_COUNTERS = {
+    int(pynvml.NVML_FI_DEV_C2C_LINK_ERROR_INTR): "c2c_error",
+    int(pynvml.NVML_FI_DEV_C2C_LINK_ERROR_REPLAY): "c2c_replay",
+}
+_MOST_C2C_LINKS = 32  # of one GPU; more is garbage
+_OUTLIER = 50
 _NVLINK4_COUNTERS = {
     int(pynvml.NVML_NVLINK_ERROR_DL_REPLAY): "replay",
     int(pynvml.NVML_NVLINK_ERROR_DL_RECOVERY): "recovery",
@@ -101,27 +113,37 @@ def _active_links(node: Node, gpu_idx: int) -> list[int]:
     "nvlink.links",
     title="links up",
     source="NVML DeviceGetNvLinkState per link; field 91 (link count)",
-    expectation="{nvlink.links} links of every GPU are up (any: as many as the driver counts)",
-    remedy="Reset the GPUs and restart the fabric manager; a link that stays down needs service (baseboard, NVSwitch).",
+    expectation="{nvlink.links} links of every GPU are up (any: as many as the driver counts); of PCIe boards none, "
+    "or those of every board but an odd one",
+    remedy="Reset the GPUs and restart the fabric manager; a link that stays down needs service (baseboard, NVSwitch). "
+    "PCIe boards: seat the bridge, or take all of them out.",
     wants="nvlink.links",
 )
 def nvlink_links(node: Node, profile: Profile) -> Finding:
-    want = profile["nvlink.links"]
+    want, gpus = profile["nvlink.links"], _whole_gpus(node)
+    on_bridges = not profile["nvlink.switch"]  # which join PCIe boards, if there are any
+    linked: list[int] = []
+    if on_bridges:
+        with contextlib.suppress(Unreadable):
+            linked = [gpu_idx for gpu_idx in gpus if _active_links(node, gpu_idx)]
 
     def fault(gpu_idx: int) -> str | None:
         there, up = node.nvml.links(gpu_idx), _active_links(node, gpu_idx)
         down = [str(link) for link in there if link not in up]
-        if want == "any" and not up:  # of PCIe boards without a bridge, no link is up, and none should be
-            return None
-        if down:
-            return f"{len(up)} of {len(there) if want == 'any' else want} links up, down: {', '.join(down)}"
+        if on_bridges and not up:
+            # Bridges join pairs, so that one board may be left over.
+            spare = len(gpus) % 2 and len(gpus) - len(linked) == 1
+            return "no bridge, as the others have" if linked and there and not spare else None
+        if want == "any" and (down or not there):
+            return f"{len(up)} of {len(there)} links up, down: {', '.join(down)}" if down else None
         counted = node.nvml.field(gpu_idx, _LINK_COUNT)
-        if want == "any":
-            return None if len(up) == counted else f"{len(up)} links up, {counted} by the driver's count"
-        return None if len(up) == counted == want else f"{len(up)} links up, {counted} by the driver's count"
+        if len(up) == (counted if want == "any" else want):
+            return None
+        said = f"down: {', '.join(down)}" if down else f"{counted} by the driver's count"
+        return f"{len(up)} links up, {said}" if want == "any" else f"{len(up)} of {want} links up, {said}"
 
     good = "all that are there" if want == "any" else f"{want} links up on every GPU"
-    return survey(_whole_gpus(node), _name, fault, good, if_none="every GPU has MIG on")
+    return survey(gpus, _name, fault, good if linked or not on_bridges else "no bridge", if_none="every GPU has MIG on")
 
 
 @check(
@@ -146,7 +168,8 @@ def nvlink_speed(node: Node, profile: Profile) -> Finding:
 @counters(
     "nvlink.errors",
     title="link error counters, read twice",
-    source="NVML fields 206–212, 214, 215, 219, 221 (NVLink 5) or DeviceGetNvLinkErrorCounter (before)",
+    source="NVML fields 206–212, 214, 215, 219, 221 (NVLink 5) or DeviceGetNvLinkErrorCounter (before); "
+    "231 and 232 (C2C)",
     expectation="no counter rises, but for these on one link: a second {nvlink.error_rise_per_s}; an hour "
     "{nvlink.error_rise_per_h}",
     remedy="Replay, recovery, or CRC errors at such a rate mean a bad link: reset the GPUs, then have baseboard, "
@@ -159,7 +182,61 @@ def nvlink_errors(node: Node, profile: Profile) -> Counters:
     for gpu_idx in node.nvml.gpus:
         for link in _active_links(node, gpu_idx):
             found.update(_link_counters(node, gpu_idx, link))
+        if profile["nvlink.c2c"]:
+            found.update(_c2c_counters(node, gpu_idx))
     return found  # empty where no link is up: nvlink.links says whether that is right
+
+
+def _judge_outlier(before: Counters, after: Counters, *_: object) -> tuple[Finding, Counters]:
+    faults = []
+    for name in ("replay", "recovery", "link_recovery_events"):
+        values = {thing: value for (thing, counter), value in before.items() if counter == name}
+        usual = statistics.median(values.values()) if len(values) > 2 else 0.0
+        odd = {thing: value for thing, value in values.items() if len(values) > 2 and value >= _OUTLIER * max(1, usual)}
+        faults += [f"{thing}: {name} {value}, median of {len(values)} links {usual:g}" for thing, value in odd.items()]
+    return Finding.judge([shorten(faults)] if faults else [], "all links alike"), {}
+
+
+counters(
+    "nvlink.outlier",
+    title="one link unlike all the others since the driver was loaded",
+    source="the counters of nvlink.errors that sound links do not raise: replay, recovery, link_recovery_events",
+    expectation="no link has 50 events or more, and 50 times as many as the median of the node's links",
+    remedy="The link still repairs itself. Reset the GPU; if the counter comes back, have baseboard, NVSwitch or cable "
+    "serviced before the link fails.",
+    wants="nvlink.links",
+    judge=_judge_outlier,
+    severity=Severity.WARNING,
+)(nvlink_errors)
+
+
+def _c2c_counters(node: Node, gpu_idx: int) -> Counters:
+    """Of the links between GPU and CPU; empty where the driver does not count."""
+    found: dict[tuple[str, str], int] = {}
+    with contextlib.suppress(Unreadable):
+        for link in range(node.nvml.field(gpu_idx, _C2C_COUNT)):
+            for field, name in _C2C_COUNTERS.items():
+                found[f"GPU {gpu_idx} C2C {link}", name] = node.nvml.field(gpu_idx, field, link)
+    return found
+
+
+@check(
+    "nvlink.c2c",
+    title="links between GPU and CPU (C2C)",
+    source="NVML fields 170 and 171 (C2C_LINK_COUNT, C2C_LINK_GET_STATUS)",
+    expectation="every link of every GPU is up",
+    remedy="Reboot the node; a link that stays down needs service (board of the superchip).",
+    wants="nvlink.c2c",
+)
+def nvlink_c2c(node: Node, profile: Profile) -> Finding:
+    def fault(gpu_idx: int) -> str | None:
+        links = range(min(node.nvml.field(gpu_idx, _C2C_COUNT), _MOST_C2C_LINKS))
+        down = [str(link) for link in links if not node.nvml.field(gpu_idx, _C2C_STATUS, link)]
+        if not links:
+            return "no C2C link"
+        return f"{len(links) - len(down)} of {len(links)} links up, down: {', '.join(down)}" if down else None
+
+    return survey(node.nvml.gpus, _name, fault, "all up")
 
 
 def _link_counters(node: Node, gpu_idx: int, link: int) -> Counters:
@@ -200,7 +277,7 @@ def nvlink_pairs(node: Node, profile: Profile) -> Finding:
 
     gpus = _whole_gpus(node)
     pairs = list(permutations(gpus, 2))
-    if profile["nvlink.links"] == "any" and not _has_switch(node):
+    if not profile["nvlink.switch"] and not _has_switch(node):
         linked = [gpu_idx for gpu_idx in gpus if _active_links(node, gpu_idx)]
 
         def alone(gpu_idx: int) -> str | None:
@@ -295,13 +372,18 @@ def nvlink_fabric_version(node: Node, profile: Profile) -> Finding:
     "nvlink.fabric_state",
     title="GPUs are registered with the fabric",
     source="NVML DeviceGetGpuFabricInfoV",
-    expectation="state completed, status 0, and no fault in the health mask",
+    expectation="state completed, status 0, no fault in the health mask, and where there is a summary, healthy",
     remedy="Restart the fabric manager (HGX) or check the NVLink switch trays (NVL72); then reset the GPUs.",
     wants="nvlink.fabric_state",
 )
 def nvlink_fabric_state(node: Node, profile: Profile) -> Finding:
     def fault(gpu_idx: int) -> str | None:
-        return _fabric_fault(node, gpu_idx) or _health_fault(int(node.nvml.gpu(gpu_idx, "fabric.health")))
+        if (
+            found := _fabric_fault(node, gpu_idx) or _health_fault(int(node.nvml.gpu(gpu_idx, "fabric.health")))
+        ) is not None:
+            return found
+        summary = _HEALTH_SUMMARIES.get(int(node.nvml.gpu(gpu_idx, "fabric.summary")))
+        return f"completed, but {summary}" if summary else None
 
     return survey(node.nvml.gpus, _name, fault, "completed on every GPU")
 
