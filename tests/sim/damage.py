@@ -117,9 +117,14 @@ class Pairs:
 
     def __init__(self, recordings: Iterable[Recording], dice: random.Random, nodes: int) -> None:
         kinds: dict[str, set[str]] = {}
-        for recording in recordings:
+        nodes_with: dict[tuple[str, str], dict[int, None]] = {}  # pair → numbers of the nodes that have such a file
+        for number, recording in enumerate(recordings):
             for path in {**recording.files, **recording.devices, **recording.links}:
-                kinds.setdefault(kind_of(path), set()).update(_damages_of(recording, path))
+                damages = _damages_of(recording, path)
+                kinds.setdefault(kind_of(path), set()).update(damages)
+                for name in damages:
+                    nodes_with.setdefault((kind_of(path), name), {})[number] = None
+        self._nodes_with = {pair: list(numbers) for pair, numbers in nodes_with.items()}
         self.left = [(kind, name) for kind in sorted(kinds) for name in sorted(kinds[kind])]
         dice.shuffle(self.left)
         self.tried = 0
@@ -151,10 +156,9 @@ class Pairs:
         self.tried += len(done)
         return list(done.values())
 
-    def fit(self, recording: Recording) -> bool:
-        """Whether the node has a file for the next pair."""
-        kind = self.left[0][0]
-        return any(kind_of(path) == kind for path in {**recording.files, **recording.devices, **recording.links})
+    def next_node(self, dice: random.Random) -> int:
+        """The number of a node that has a file for the next pair."""
+        return dice.choice(self._nodes_with[self.left[0]])
 
 
 def _damages_of(recording: Recording, path: str) -> dict[str, Callable[[Path, random.Random], None]]:
@@ -353,9 +357,9 @@ def main() -> None:
         _obey_permissions()
         os.environ["PATH"] = f"{top}/now:{os.environ['PATH']}"
         while tally.nodes < nodes or pairs.left:
-            recording = dice.choice(bases)()
-            if tally.nodes >= nodes and not pairs.fit(recording):
-                continue
+            # Once there are enough nodes, the others are those that the pairs that are left ask for.
+            number = dice.randrange(len(bases)) if tally.nodes < nodes else pairs.next_node(dice)
+            recording = bases[number]()
             folder = Path(top, "now")
             folder.mkdir()
             examine_damaged(recording, folder, dice, pairs, tally)
