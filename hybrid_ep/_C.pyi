@@ -56,7 +56,7 @@ def require_no_grad(name: str, tensor: Tensor) -> None:
 def require_rows(
     name: str, data: Tensor, scales: Tensor | None, device: torch.device | None, opaque_scales: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Checks token rows, as `hybrid_ep.buffers.base.check_rows` explains them, and returns them packed."""
+    """Checks token rows, as `hybrid_ep.buffers.arguments.check_rows` explains them, and returns them packed."""
 
 def require_topk(topk_idx: Tensor, topk_weights: Tensor | None, num_experts: int, device: torch.device | None) -> None:
     """Checks a routing: ``[T, K]`` int64, K ≤ min(E, 32), and float32 weights of the same shape. Reads no values."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hybrid_ep
-from hybrid_ep.buffers import base
+from hybrid_ep.buffers import arguments
 from hybrid_ep.quantize import Fp8Format, Nvfp4Format, cast_to_fp8, cast_to_nvfp4
 from tests.battery.cases import Case, Inputs, row_of
 
@@ -166,7 +166,7 @@ def check_bound(case: Case, device: str = "cpu") -> None:
 @contextlib.contextmanager
 def unread_values() -> Iterator[None]:
     """Inside, buffers read no value of a tensor, as with tensors on a GPU."""
-    with mock.patch.object(torch.Tensor, "is_cuda", True), mock.patch.object(base, "require_expert_indices"):
+    with mock.patch.object(torch.Tensor, "is_cuda", True), mock.patch.object(arguments, "require_expert_indices"):
         yield
 
 

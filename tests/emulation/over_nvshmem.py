@@ -137,5 +137,5 @@ def check_no_kernels() -> None:
     group = dist.group.WORLD
     assert group is not None
     grid = RankGrid(dist.get_rank(), dist.get_world_size(), 1)
-    with pytest.raises(ConfigError, match="'nvshmem' without the cuda engine; allowed then: verbs, tcp"):
+    with pytest.raises(ConfigError, match="'nvshmem' without the cuda engine; allowed then: verbs, libfabric, tcp"):
         open_link(group, grid, [Ring(128, 4, 1)], device=torch.device("cpu"), timeout_s=5.0, native=_C, asked="nvshmem")
