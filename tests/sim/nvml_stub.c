@@ -6,8 +6,8 @@
  *
  * A value "100+5" rises by 5 at each reading; "!13" makes the call return that nvmlReturn_t; a key that is not there
  * means NVML_ERROR_NOT_SUPPORTED. Without the variable there is no driver: nvmlInit says NVML_ERROR_DRIVER_NOT_LOADED.
- * A line "hang 1" makes nvmlInit never return, as a driver in trouble does, and "init !999" makes it return that. Not thread safe; a handle is the GPU's
- * index plus one.
+ * A line "hang 1" makes nvmlInit never return, as a driver in trouble does, and "init !999" makes it return that. Not
+ * thread safe; a handle is the GPU's index plus one.
  */
 #include <nvml.h>
 #include <stdarg.h>
