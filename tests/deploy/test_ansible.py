@@ -422,8 +422,8 @@ def make_validate(out: Path, **settings: str) -> subprocess.CompletedProcess[str
 @pytest.mark.parametrize(
     ("profile", "said"),
     [
-        ("", "set PROFILE; allowed: cpu, dgx-a100, "),
-        ("h100", "profile 'h100' is not known; allowed: cpu, dgx-a100, "),
+        ("", "set PROFILE; allowed: "),
+        ("h100", "profile 'h100' is not known; allowed: "),
         ("gpu-server", "set PROFILE to a YAML file that extends it by gpu.count"),
         ("gone.yaml", "profile gone.yaml cannot be read"),
     ],

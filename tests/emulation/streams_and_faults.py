@@ -83,7 +83,7 @@ class _Calls:
     def kernels(self) -> Any:
         """What makes the calls of the buffer's engine."""
         engine: Any = self.buffer.engine
-        return engine._low_latency_kernels if self.buffer.grid.num_domains > 1 else engine._low_latency
+        return engine._low_latency
 
 
 def check_refused_launch() -> None:

@@ -64,7 +64,8 @@ class BaseCudaEngine(Engine):
         self.device = torch.device("cuda", self._index)
         self._torch = TorchEngine(group, grid, timeout_s, number, lag_s=lag_s)
         self.traffic = self._torch.traffic
-        self._torch.lost = domain.lost = self.lost
+        self._torch.busy, self._torch.lost = self.busy, self.lost
+        domain.lost = self.lost
         self._control = SymmetricMemory.allocate(control_bytes, domain, self.device)
         self._communicator = _cuda.Communicator(
             rank=grid.domain_rank, control=self._control.addresses, device=self._index, timeout_s=timeout_s
