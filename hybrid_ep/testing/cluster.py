@@ -117,7 +117,7 @@ class VirtualCluster:
         # itself.
         self._context = context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        with _sigint_ignored():
+        with _sigint_blocked():
             forkserver.ensure_running()
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
@@ -128,10 +128,9 @@ class VirtualCluster:
             for rank in range(num_ranks):
                 gpu = rank % num_gpus if device == "cuda" else None
                 self._setups.append(_Setup(rank, num_ranks, backend, gpu, num_threads, self._store.port, variables))
-                with _sigint_held_back():
-                    pipe, process = self._start_process(self._setups[-1])
-                    self._pipes.append(pipe)
-                    self._processes.append(process)
+                pipe, process = self._start_process(self._setups[-1])
+                self._pipes.append(pipe)
+                self._processes.append(process)
             self.collect(limit_s=_START_S)
         except BaseException as error:
             self.close(in_order=isinstance(error, RankError))
@@ -246,32 +245,16 @@ class VirtualCluster:
 
 
 @contextlib.contextmanager
-def _sigint_ignored() -> Iterator[None]:
-    """Makes processes that start in it ignore Ctrl-C, which a terminal sends to all: the parent ends its ranks."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _sigint_blocked() -> Iterator[None]:
+    """Processes that start in this block get no Ctrl-C, which a terminal sends to all: the parent ends its ranks.
+
+    One that comes meanwhile is raised at the end of the block.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
-
-
-@contextlib.contextmanager
-def _sigint_held_back() -> Iterator[None]:
-    """A Ctrl-C in this block is raised at its end, so that no process is started and not remembered."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[int] = []
-    handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if came and callable(handler):
-        handler(signal.SIGINT, None)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _serve(pipe: Connection, setup: _Setup) -> None:
