@@ -235,6 +235,9 @@ NOT_OF_THE_NODE_DOCTOR = {
     *("driver.torch", "software.packages", "host.memlock", "host.nofile", "host.shm"),
     *("mnnvl.imex_daemon", "mnnvl.imex_channel", "mnnvl.fabric_handle", "gpu.memory_use", "host.container_toolkit"),
     *("host.acs", "nic.mtu", "nic.pcie_settings"),
+    # A context takes memory of GPUs that jobs use; a stall needs several runs, a cable mlxlink of the node,
+    # and NCCL's variables are those of a job.
+    *("driver.cuda_start", "gpu.stalled", "nic.cable", "software.nccl"),
 }
 
 
