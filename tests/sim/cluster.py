@@ -55,8 +55,10 @@ def make_report(host: str, *results: Result) -> Report:
         "driver": "580.95.05",
         "cuda": 13000,
         "packages": {"torch": "2.11.0"},
-        "gpus": [{"name": "NVIDIA H200", "uuid": host, "cluster_uuid": None, "clique": None}] * 8,
+        "gpus": [{"name": "NVIDIA H200", "uuid": host, "vbios": "96.00.D9.00.01", "cluster_uuid": None, "clique": None}]
+        * 8,
         "kernel": "6.8.0",
+        "memory_gib": 2015.6,
         "boot_id": f"boot of {host}",
         "tree": ["GPU 0 0000:13:00.0 NUMA 0"],
         "nic_firmware": ["28.43.2026"],

@@ -62,7 +62,7 @@ def test_inventory_is_written_with_domains(tmp_path: Path) -> None:
         ({"groups": {"domain_2": ["c", "a"]}}, "host 'a' is in the NVLink domains domain_1, domain_2"),
         ({"groups": {"domain_2": ["c"]}}, "host 'd' is in no group domain_NAME"),
         ({"platforms": {"a": "gb200-nvl72"}}, "host 'b' has no platform"),
-        ({"platforms": dict.fromkeys(TRAYS, "gb300")}, "profile 'gb300' is not known; allowed: cpu"),
+        ({"platforms": dict.fromkeys(TRAYS, "gb300")}, "profile 'gb300' is not known; allowed: "),
         ({"platforms": dict.fromkeys(TRAYS, "/site/gone.yaml")}, "host 'd': profile /site/gone.yaml cannot be read"),
         ({"hosts": [], "groups": {}}, "it has no host"),
         ({"hosts": ["a", "a"]}, "host 'a' is given twice; allowed: each host once"),
