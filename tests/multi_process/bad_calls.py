@@ -36,7 +36,7 @@ own arguments do not fit raises its own error.
 | cuda engine, where the host waits for counts | this call |
 | cuda engine, where no host waits: a bound, a handle, a combine, a hook | the next call, or `raise_pending` |
 
-The cuda engine reports the error in numbers that ranks exchange in every call anyway. So a correct call takes no longer.
+The cuda engine reports the error in numbers that ranks exchange in every call anyway. So a correct call is as fast.
 
 Other ranks do not learn of these mistakes:
 
