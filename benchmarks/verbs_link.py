@@ -49,7 +49,7 @@ def post_ns() -> float:
 
 
 def over_tcp() -> tuple[list[float], list[float]]:
-    """What tcp and libfabric over tcp move on this host, in MB/s."""
+    """Returns the rates of tcp and of libfabric over tcp on this host, in MB/s."""
     from tests.sim.softroce_links import CHUNK_BYTES, SPEED_RINGS, Ends, on_loopback
 
     def on_fabric(layout: _C.LinkLayout, _: int) -> _C.Proxy:

@@ -70,7 +70,7 @@ def _split(text: str) -> Iterator[str]:
 
 
 def problems(page: Path | str, markdown: str) -> Iterator[str]:
-    """What a reader stumbles over, each with its sentence."""
+    """Yields what a reader stumbles over, each with its sentence."""
     prose = " ".join(sentences(markdown))
     for term in TERMS:
         used = re.search(rf"(?<![\w`/-]){term}(?:es|s)?(?![\w`/-])", prose)

@@ -40,7 +40,7 @@ struct RemoteMemory {
   RemoteRange window, words, staged;
 };
 
-// What a write takes from where to where.
+// A write copies `num_bytes` from `memory` to a range of the peer.
 struct Piece {
   const void* memory;
   size_t num_bytes;

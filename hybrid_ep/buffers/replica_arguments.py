@@ -41,7 +41,7 @@ def sums_nothing(
     num_sms: object = 0,
     previous_event: object = None,
 ) -> bool:
-    """The same of gradients."""
+    """Whether no rank sends gradients for such arguments, of which any may be wrong."""
     return _are_none(redundant_expert_grads, expert_grads)
 
 

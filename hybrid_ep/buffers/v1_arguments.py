@@ -280,7 +280,7 @@ def row_format(
 
 
 def nvfp4_as_returned(rows: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """What an engine returns, as callers get it: ``[M×R, H/2, LE]`` rows, ``[32, 4, tiles, 4, W, LE]`` scales."""
+    """Returns NVFP4 rows as callers get them: ``[M×R, H/2, LE]``, and scales ``[32, 4, tiles, 4, W, LE]``."""
     return rows.permute(_ROWS_ORDER), scales.permute(_SCALES_ORDER)
 
 

@@ -10,7 +10,7 @@ namespace py = pybind11;
 namespace hybrid_ep::bindings {
 namespace {
 
-// What a tensor owns.
+// A tensor owns one.
 struct Holder {
   dlpack::ManagedTensorVersioned managed{};
   std::vector<int64_t> shape;

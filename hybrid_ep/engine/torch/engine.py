@@ -108,7 +108,8 @@ class TorchEngine(Engine):
 
     @one_at_a_time
     def dispatch(self, request: DispatchRequest) -> Dispatched:
-        if request.along is not None and request.routing is None:
+        if request.routing is None:
+            assert request.along is not None
             return self._dispatch_along(request, request.along)
         result = self._dispatch(request)
         if request.pad_multiple:
