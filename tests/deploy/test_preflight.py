@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.prerequisites import require
+from tests.prerequisites import require, require_programs
 from tests.sim.hosts import Cluster, Host, missing_prerequisites
 from tests.sim.pods import checkout_image
 
@@ -17,22 +17,22 @@ from tests.sim.pods import checkout_image
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 PODS = ("pod-0", "pod-1", "pod-2")
 BENCH = "--device cpu --tokens 1024 --hidden 1024 --topk 2 --runs 2 --warmups 1"
-# What sound hosts reach here by far, and one whose sockets hold 2 KB does not.
+# GB/s that sound hosts reach here by far, and a host with a link of 30 Mbit/s cannot.
 FIGURES = """
 extends: cpu
 bandwidth:
   fraction: 1
   figures:
-    pair.fabric dispatch: {value: 0.015, unit: GB/s, hosts: 2, source: simulated hosts}
-    group.fabric dispatch: {value: 0.015, unit: GB/s, hosts: 3, source: simulated hosts}
+    pair.fabric dispatch: {value: 0.008, unit: GB/s, hosts: 2, source: simulated hosts}
+    group.fabric dispatch: {value: 0.008, unit: GB/s, hosts: 3, source: simulated hosts}
 """
 Break = Callable[[Host], None]
 
 
 def slow(host: Host) -> None:
-    """Its connections carry 2 KB at a time; on the host alone there are none."""
-    script = "for name in rmem wmem; do echo 2304 2304 2304 > /proc/sys/net/ipv4/tcp_$name; done"
-    assert host.start(["sh", "-ec", script]).wait() == 0
+    """Its link sends 30 Mbit/s; jobs on the host alone do not use it."""
+    limit = "tc qdisc add dev eth0 root tbf rate 30mbit burst 32kbit latency 400ms"
+    assert host.start(limit.split()).wait() == 0
 
 
 def faulty(host: Host) -> None:
@@ -71,6 +71,7 @@ def run_gang(cluster: Cluster, break_host: Break | None, *, absent: str = "") ->
 @pytest.fixture
 def cluster() -> Cluster:
     require(not missing_prerequisites(), ", ".join(missing_prerequisites()))
+    require_programs("tc")
     return Cluster(checkout_image())
 
 
