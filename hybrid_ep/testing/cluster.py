@@ -10,6 +10,7 @@ a rank starts fast. The parent holds the process group's store, so that the stor
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import multiprocessing
 import multiprocessing.forkserver as forkserver
@@ -259,6 +260,7 @@ def _sigint_blocked() -> Iterator[None]:
 
 def _serve(pipe: Connection, setup: _Setup) -> None:
     """The life of one rank."""
+    gc.freeze()  # what the fork server has imported lives as long as the rank; a collection would copy all its pages
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(setup.variables)

@@ -1,7 +1,7 @@
 """The package builds with CUDA toolkits that the project has not seen: their warnings are errors in CI's builds only.
 
-Fast tests build two parts of the sources: a kernel at the limit of its registers, and all that calls NVML. Slow tests
-build every module.
+Some tests build two parts of the sources: a kernel at the limit of its registers, and all that calls NVML. The others
+build every module. All are slow: they download toolkits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.deploy.commands import must
 from tests.deploy.conftest import ROOT
 from tests.prerequisites import require_programs
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 KERNEL = "CMakeFiles/_cuda.dir/kernels/low_latency/dispatch.cu.o"
 NVML = "CMakeFiles/_nvml.dir/topology/nvml_probe.cpp.o"
 OLDEST_NVML = "nvidia-nvml-dev-cu12==12.8.90"
@@ -68,7 +68,6 @@ def test_the_oldest_nvml_header_is_enough(tmp_path: Path) -> None:
     build(tmp_path / "build", None, NVML, HYBRID_EP_NVML_INCLUDE=include)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("which", ["newest", "oldest"])
 def test_every_module_is_built(tmp_path: Path, which: str) -> None:
     build(tmp_path, newest() if which == "newest" else oldest("all"), "all")

@@ -1,9 +1,6 @@
-#undef _FORTIFY_SOURCE  // its longjmp takes the switch to another stack for damage
-
 #include "emulator.h"
 
 #include <malloc.h>
-#include <setjmp.h>
 #include <signal.h>
 #include <ucontext.h>
 #include <unistd.h>
@@ -23,14 +20,15 @@
 namespace emulated {
 namespace {
 
-constexpr size_t kStackBytes = 128 << 10;
+// Not a power of two: the tops of all stacks would compete for a few lines of the caches.
+constexpr size_t kStackBytes = (128 << 10) + 320;
 constexpr unsigned kWarpSize = 32;
 constexpr size_t kCtasAtATime = 8;  // of a launch that is not cooperative
 constexpr int kIdleRounds = 16;     // rounds of all threads without news before a CTA sleeps
-constexpr std::chrono::microseconds kSleep{100};
-// After so many rounds more it waits for what does not come soon, and leaves more of the cores to those that work.
-constexpr int kLongIdleRounds = kIdleRounds + 200;
-constexpr std::chrono::microseconds kLongSleep{2000};
+// The sleep grows with each round, to a hundredth or so of the time that the CTA has waited: what comes soon is noticed
+// soon, and CTAs that wait long leave the cores to those that work.
+constexpr std::chrono::microseconds kSleepPerRound{10}, kLongestSleep{10000};
+constexpr unsigned kRoundsPerTurn = 4;  // on average, of a CTA with work
 constexpr unsigned kStallRounds = 64, kCtasPerStall = 4;
 constexpr size_t kNumLoaded = 16;  // flags that one thread polls in turn
 
@@ -111,17 +109,38 @@ struct Loaded {
   uint64_t value = 0;
 };
 
-struct Fiber {
-  ucontext_t context;  // where it starts
-  jmp_buf place;       // where it goes on
-  bool has_begun = false;
-  const uint64_t* word = nullptr;  // it waits while this has `value`
+// A place of the code and a stack. The compiler's own jumps save no more than these, while those of libc also look for
+// cleanups of the thread, which took a tenth of the time.
+using Place = void* [5];
+
+[[noreturn, gnu::noipa]] void jump(Place to) { __builtin_longjmp(to, 1); }
+
+// Returns when something jumps to `from`. noipa: callers expect that a call changes the registers that calls may
+// change.
+[[gnu::noipa]] void leave(Place from, Place to) {
+  if (__builtin_setjmp(from) == 0) jump(to);
+}
+
+[[gnu::noipa]] void begin(Place from, const ucontext_t& context) {
+  if (__builtin_setjmp(from) == 0) setcontext(&context);
+}
+
+// A fiber waits while the word has the value; null: it does not wait. Beside each other, because every round reads all.
+struct Wait {
+  const uint64_t* word = nullptr;
   uint64_t value = 0;
+};
+
+constexpr uint64_t kNever = 0;  // what a fiber that has ended waits for
+
+struct Fiber {
+  Place place;  // where it goes on
+  bool has_begun = false;
+  Wait* wait;
   Stack stack;
   Index index;
   unsigned lane = 0;
   Warp* warp = nullptr;
-  bool has_ended = false;
   Loaded loaded[kNumLoaded];    // by a hash of the address
   std::shared_ptr<Group> open;  // once it has a store
   std::vector<std::shared_ptr<Group>> groups;
@@ -136,6 +155,7 @@ class Cta {
     shared_.resize(static_cast<size_t>(grid.shared_bytes) + 128);
     warps_.resize(num_threads / kWarpSize);
     fibers_.resize(num_threads);
+    waits_.resize(num_threads);
     copies_per_switch_ = static_cast<int>(random_() % 3);
     const unsigned longest_us = longest_stall_us();
     if (longest_us == 0 || random_() % kCtasPerStall != 0) return;
@@ -145,20 +165,15 @@ class Cta {
 
   void run() {
     current_cta = this;
-    ucontext_t context;
-    getcontext(&context);
     for (unsigned i = 0; i < fibers_.size(); ++i) {
       Fiber& fiber = fibers_[i];
       fiber.index = {i, 0, 0};
       fiber.lane = i % kWarpSize;
       fiber.warp = &warps_[i / kWarpSize];
+      fiber.wait = &waits_[i];
       fiber.stack = stacks.take();
-      fiber.context = context;  // getcontext is a system call
-      fiber.context.uc_stack.ss_sp = fiber.stack.get();
-      fiber.context.uc_stack.ss_size = kStackBytes;
-      fiber.context.uc_link = nullptr;
-      makecontext(&fiber.context, &Cta::enter, 0);
     }
+    getcontext(&start_);  // a system call
     num_running_ = fibers_.size();
     int idle_rounds = 0;
     while (num_running_ > 0) {
@@ -166,17 +181,18 @@ class Cta {
       has_news_ = false;
       const size_t first = random_() % fibers_.size();
       for (size_t i = 0; i < fibers_.size(); ++i) {
-        Fiber& fiber = fibers_[(first + i) % fibers_.size()];
-        if (fiber.has_ended) continue;
-        if (fiber.word == nullptr || *fiber.word != fiber.value) go_on(fiber);
+        const size_t next = (first + i) % fibers_.size();
+        const Wait& wait = waits_[next];
+        if (wait.word == nullptr || *wait.word != wait.value) go_on(fibers_[next]);
         for (int c = 0; c < copies_per_switch_; ++c) progress();
       }
       progress();
       idle_rounds = has_news_ ? 0 : idle_rounds + 1;
       if (idle_rounds < kIdleRounds) {
-        std::this_thread::yield();  // other CTAs and ranks
+        // To other CTAs and ranks; seldom while there is work, because a switch takes as long as a round.
+        if (idle_rounds > 0 || random_() % kRoundsPerTurn == 0) std::this_thread::yield();
       } else {
-        std::this_thread::sleep_for(idle_rounds < kLongIdleRounds ? kSleep : kLongSleep);
+        std::this_thread::sleep_for(std::min(kSleepPerRound * idle_rounds, kLongestSleep));
       }
     }
     for (const Copy& copy : copies_) {
@@ -187,16 +203,13 @@ class Cta {
   }
 
   Fiber& current() { return *current_; }
-  void yield() {
-    if (_setjmp(current_->place) == 0) _longjmp(scheduler_, 1);
-  }
+  void yield() { leave(current_->place, scheduler_); }
 
   // The same until a word of the CTA has another value.
   void wait_while(const uint64_t& word, uint64_t value) {
-    current_->word = &word;
-    current_->value = value;
+    *current_->wait = {&word, value};
     while (word == value) yield();
-    current_->word = nullptr;
+    current_->wait->word = nullptr;
   }
 
   unsigned count(bool value) {
@@ -248,19 +261,23 @@ class Cta {
     Cta& cta = *current_cta;
     cta.kernel_();
     if (cta.arrived_ > 0) fail("a thread has ended that others wait for in a barrier of the CTA");
-    cta.current_->has_ended = cta.has_news_ = true;
+    *cta.current_->wait = {&kNever, 0};
+    cta.has_news_ = true;
     --cta.num_running_;
-    _longjmp(cta.scheduler_, 1);
+    jump(cta.scheduler_);
   }
 
-  // Switches to a thread until it waits or ends. setjmp and longjmp make no system call, unlike swapcontext; a context
-  // is only what a thread starts with.
+  // Switches to a thread until it waits or ends. A jump makes no system call, unlike swapcontext; a context is only
+  // what a thread starts with.
   void go_on(Fiber& fiber) {
     current_ = &fiber;
-    if (_setjmp(scheduler_) != 0) return;
-    if (fiber.has_begun) _longjmp(fiber.place, 1);
+    if (fiber.has_begun) return leave(scheduler_, fiber.place);
     fiber.has_begun = true;
-    setcontext(&fiber.context);
+    start_.uc_stack.ss_sp = fiber.stack.get();
+    start_.uc_stack.ss_size = kStackBytes;
+    start_.uc_link = nullptr;
+    makecontext(&start_, &Cta::enter, 0);
+    begin(scheduler_, start_);
   }
 
   // One step of one copy.
@@ -295,8 +312,10 @@ class Cta {
   std::vector<uint8_t> shared_;
   std::vector<Warp> warps_;
   std::vector<Fiber> fibers_;
+  std::vector<Wait> waits_;  // of each fiber
   std::vector<Copy> copies_;
-  jmp_buf scheduler_;
+  Place scheduler_;
+  ucontext_t start_;  // of the fiber that begins
   Fiber* current_ = nullptr;
   size_t num_running_ = 0, arrived_ = 0;
   unsigned num_true_ = 0, result_ = 0;

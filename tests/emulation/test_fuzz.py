@@ -9,7 +9,7 @@ from tests.emulation.conftest import UNREAD, RunEmulated
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)], ids="{}_ranks".format)
-@seed_blocks(3, 63)
+@seed_blocks(1, 65)
 def test_plans_of_unread_values(run_emulated: RunEmulated, num_ranks: int, seeds: range) -> None:
     run_emulated(num_ranks, UNREAD, "battery.fuzz.check_seeds", seeds, seed=seeds[0])
 

@@ -35,7 +35,7 @@ RECORDINGS = Path(__file__).parent / "recordings"  # of real nodes, written by `
 SITE_PROFILES = ROOT / "docs" / "profiles"  # one for each recording, under its name
 HEALTHY = (*PLATFORMS, "cpu")
 # A simulated node is hundreds of tiny files; they need no disk.
-_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def main() -> None:
     scenarios = [Scenario(name=name, platform=name) for name in HEALTHY] + load_scenarios()
     reports = {}
     for scenario in [scenario for scenario in scenarios if not names or scenario.name in names]:
-        with tempfile.TemporaryDirectory(dir=_MEMORY) as folder:
+        with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
             reports[scenario.name] = run(scenario, Path(folder)).to_json()
     if not names:
         reports |= _replayed()
@@ -212,7 +212,7 @@ def _replayed() -> dict[str, Any]:
     """Reports of recordings: of the healthy nodes, and of real ones."""
     reports = {}
     for name in HEALTHY:
-        with tempfile.TemporaryDirectory(dir=_MEMORY) as folder:
+        with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
             healthy(name).write(Path(folder, "node"))
             os.environ["HYBRID_EP_NVML_STUB"] = str(Path(folder, "node", "hybrid_ep", "nvml.conf"))
             with closing(Node(Path(folder, "node"))) as node:
@@ -223,7 +223,7 @@ def _replayed() -> dict[str, Any]:
     for path in sorted(RECORDINGS.glob("*.json")):
         recording = Recording.load(path)
         for name in ("hgx-h200", str(SITE_PROFILES / f"{path.stem}.yaml")):
-            with tempfile.TemporaryDirectory(dir=_MEMORY) as folder:
+            with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
                 report = run_recording(recording, name, Path(folder))
                 reports[f"{path.stem} as {report.profile}"] = report.to_json()
     return reports
