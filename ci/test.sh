@@ -26,5 +26,5 @@ fi
 declare -A usually=([fast]="2 to 3 minutes" [most]="20 minutes" [cluster]="20 minutes" [all]="hours")
 echo "tests (usually ${usually[$which]} on two cores)"
 # Workers get groups in this order: the files that take longest (tests/conftest.py), then by name. On two cores there are
-# three workers, because many tests wait: for a timeout, for a rank that does not come.
-exec "$bin/pytest" -n 3 --dist loadgroup --no-loadscope-reorder --durations=15 "${tests[@]}"
+# four workers, because many tests wait: for a timeout, for a rank that does not come.
+exec "$bin/pytest" -n 4 --dist loadgroup --no-loadscope-reorder --durations=15 "${tests[@]}"

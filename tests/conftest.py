@@ -24,7 +24,7 @@ cluster.PRELOADED += ["pytest", "torch.distributed.fsdp"]
 
 RunRanks = Callable[..., list[Any]]
 
-# Tests that share a fixture which takes long to make. With several workers (pytest -n 3 --dist loadgroup) they run on
+# Tests that share a fixture which takes long to make. With several workers (pytest -n 4 --dist loadgroup) they run on
 # the same one, as those of one file do.
 TOGETHER = {
     "tests/deploy/test_wheel.py": "wheel",
@@ -35,18 +35,24 @@ TOGETHER = {
 # Tests of lost ranks wait more than they work, those of deploy/ work: one of each kind runs beside the other.
 LONGEST = (
     "tests/emulation/test_low_latency_between.py",
+    "tests/emulation/test_kernels.py",
     "tests/deploy/test_ansible.py",
     "tests/deploy/test_k8s_jobs.py",
-    "tests/emulation/test_lost_ranks.py",
-    "tests/emulation/test_kernels.py",
     "tests/emulation/test_softroce.py",
+    "tests/emulation/test_lost_ranks.py",
     "tests/emulation/test_between.py",
     "tests/emulation/test_hosts.py",
+    "tests/deploy/test_preflight.py",
     "tests/deploy/test_slurm.py",
     "tests/deploy/test_packages.py",
     "tests/deploy/test_wheel.py",
     "tests/multi_process/test_engine.py",
     "tests/multi_process/test_elastic.py",
+    "tests/multi_process/test_bench.py",
+    "tests/sim/test_scenarios.py",
+    "tests/emulation/test_fuzz.py",
+    "tests/multi_process/test_examples.py",
+    "tests/multi_process/test_random_routings.py",
     "tests/deploy/test_softroce_doctor.py",
 )
 
