@@ -40,7 +40,6 @@ __all__ = [
     "check_combined",
     "check_dispatched",
     "check_given_scale",
-    "check_handle",
     "check_layout_along",
     "check_low_latency_handle",
     "check_return",
@@ -131,13 +130,6 @@ def check_routing(
         same = torch.equal(layout.is_token_in_rank, is_token_in_rank)
         require(same, "is_token_in_rank", "not that of topk_idx", "the result of get_dispatch_layout(topk_idx, …)")
     return Routing(packed(topk_idx), packed(topk_weights), num_experts)
-
-
-def check_handle(grid: RankGrid, handle: DispatchHandle) -> None:
-    if type(handle) is DispatchHandle and handle.grid is grid:  # as in most calls
-        return
-    require(isinstance(handle, DispatchHandle), "handle", type(handle).__name__, "a handle that dispatch returned")
-    check_grid(grid, handle.grid)
 
 
 def check_layout_along(
