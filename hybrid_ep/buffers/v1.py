@@ -166,7 +166,7 @@ class Buffer(BaseBuffer):
         num_qps_per_rank: int = 24,
         allow_nvlink_for_low_latency_mode: bool = True,
         allow_mnnvl: bool = False,
-        use_fabric: bool = False,
+        use_fabric: bool | None = False,
         explicitly_destroy: bool = False,
         enable_shrink: bool = False,
         comm: Any = None,
@@ -405,7 +405,8 @@ class Buffer(BaseBuffer):
             x: ``[T, H]`` bf16, or (``[T, H]`` float8_e4m3fn, scales ``[T, H/128]`` float32 or ``[T, ceil(H/512)]``
                 int32), or NVFP4: (``[T, H/2]`` uint8, scales ``[T, H/16]`` float8_e4m3fn or int8, one float32), as
                 `quantize.cast_to_nvfp4` makes them, H a multiple of 64. The float32 is not sent: it must be the same on
-                every rank.
+                every rank. Or NVFP4 in words: (``[T, H/8]`` int32, scales ``[T, H/64]`` int32, ``[T]`` or ``[T, 1]``
+                float32), and all three are sent.
             handle: of an earlier dispatch, or the tuple of its tensors; its routes are used. `topk_idx` and
                 `topk_weights` must then be None, and `num_worst_tokens` 0 or the handle's. If a layout is given again,
                 it must be the handle's. A handle may be used any number of times.
@@ -707,7 +708,7 @@ class Buffer(BaseBuffer):
             return_recv_hook: only send; the returned hook receives, once. Not together with `async_finish`.
             topk_weights: ``[T, K]`` float32, accepted for compatibility: combine takes the weights.
             x_global_scale: one float32, the same on every rank, needed with `use_nvfp4`; as `quantize.global_scale_of`
-                makes it. A larger one clips large values.
+                makes it. A larger one clips large values. Without `use_nvfp4` it has no effect.
             use_nvfp4: quantise to NVFP4, whatever the arguments for FP8 say.
             use_ue8m0_for_sf: scales of blocks are UE8M0 and not e4m3. Without `use_nvfp4` it does nothing.
 
@@ -752,7 +753,8 @@ class Buffer(BaseBuffer):
                 require(False, "num_max_dispatch_tokens_per_rank", max_tokens, f"≤ {most} with {num_experts} experts")
             fmt = row_format(*kinds)
             check_dispatched(x, topk_idx, topk_weights, max_tokens, num_experts, fmt, engine.device)
-            check_given_scale(x_global_scale, use_nvfp4, x.device)
+            if use_nvfp4:
+                check_given_scale(x_global_scale, x.device)
             check_stats(waits, "dispatch_wait_recv_cost_stats", torch.int64, self.group_size, x.device)
             check_stats(stats, "cumulative_local_expert_recv_stats", torch.int32, num_local, x.device)
             check_return(async_finish, return_recv_hook)
@@ -762,7 +764,14 @@ class Buffer(BaseBuffer):
 
         with self._comm_stream.scope(None, async_finish):
             request = LowLatencyDispatchRequest(
-                packed(x), packed(topk_idx), max_tokens, num_experts, fmt, x_global_scale, waits, return_recv_hook
+                packed(x),
+                packed(topk_idx),
+                max_tokens,
+                num_experts,
+                fmt,
+                x_global_scale if use_nvfp4 else None,
+                waits,
+                return_recv_hook,
             )
             rows, counts, handle, finish = engine.low_latency_dispatch(request)
             if stats is not None:

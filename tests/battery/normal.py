@@ -241,6 +241,18 @@ def check_nvfp4(case: Case, device: str = "cpu") -> None:
                     assert recv_scales.dtype == scales.dtype
                     equal(recv_scales[:n].view(torch.uint8), want_scales, "recv scales")
                     assert recv_scale is scale
+            # In words, with a scale of each row.
+            of_rows = [
+                torch.rand(case.tokens_of(r), 1, generator=torch.Generator().manual_seed(r))
+                for r in range(case.num_ranks)
+            ]
+            for scale in (of_rows[rank].to(device), of_rows[rank][:, 0].to(device)):
+                x = data.view(torch.int32), as_bytes.view(torch.int32), scale
+                recv_x, recv_scales, recv_scale = dispatch(buffer, case, inputs, x=x, num_worst_tokens=bound)[0]
+                equal(recv_x[:n].view(torch.uint8), want, "recv_x in words")
+                equal(recv_scales[:n].contiguous().view(torch.uint8), want_scales, "recv scales in words")
+                assert recv_scale.dim() == scale.dim()
+                equal(recv_scale[:n].view(-1, 1), gather_rows(case, rows, of_rows), "recv scale of each row")
 
 
 def check_two_buffers(case: Case, device: str = "cpu") -> None:
