@@ -84,7 +84,7 @@ image-scan: ## Look for Debian's fixes and PyPI's advisories for what IMAGE cont
 test-bare: ## Run the first two commands in an empty Debian: MODE=short|full WHO=root|user; needs root, full takes long
 	ci/bare_root_test.sh $(or $(MODE),short) $(or $(WHO),root)
 
-test-consumers: setup ## Download Megatron-core, SGLang, TorchTitan and vLLM, and run their dispatchers on CPU ranks
+test-consumers: setup ## Download released frameworks, from Megatron-core to vLLM, and run their dispatchers on CPU ranks
 	ci/test_consumers.sh $(BIN)
 
 test-gpu: ## On a GPU host whose PYTHON has torch: build, then hold the cuda engine to every case

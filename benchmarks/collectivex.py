@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hybrid_ep
-from hybrid_ep.checks import CHANNELS_PER_SCALE
 from hybrid_ep.quantize import cast_from_fp8, cast_to_fp8
 
 __all__ = ["make_backend"]
@@ -40,10 +39,8 @@ class _Transport:
     kernel_generation = "hybrid-ep"
     SUPPORTED_MODES = ("normal", "low-latency")
     SUPPORTED_PRECISIONS = ("bf16", "fp8")
-    # A handle serves any number of combines, and a dispatch need not be followed by one.
-    combine_needs_redispatch = False
-    dispatch_needs_combine_cleanup = False
-    requires_fresh_pair = False
+    library_version = hybrid_ep.__version__
+    requires_fresh_pair = False  # a handle serves any number of combines, and a dispatch may have none
     stage_device_work = False
     receive_layout = "token-rank"
     combine_weight_semantics = "unweighted-rank-sum"
@@ -53,6 +50,7 @@ class _Transport:
     world_size: int
     mode: str
     precision: str
+    _quant: Any
 
     def __init__(self, args: Any, rank: int, world_size: int, local_rank: int, device: Any) -> None:
         super().__init__(args, rank, world_size, local_rank, device)  # type: ignore[call-arg]
@@ -60,9 +58,8 @@ class _Transport:
         self._num_local = args.experts // world_size
         if self._is_fp8:
             self.stage_device_work = True  # combine takes bf16, and the stand-in for the experts makes it
-            self.dispatch_dtype = "fp8-e4m3fn"
-            self.dispatch_value_bytes = 1
-            self.dispatch_scale_bytes_per_copy = 4 * (args.hidden // CHANNELS_PER_SCALE)
+            # The base compiles what normal dispatches quantise with, outside of what it times, and checks its bits.
+            self._enable_fp8("fp8-e4m3fn", cast_to_fp8, cast_from_fp8)  # type: ignore[attr-defined]
         if self.mode == "low-latency":
             self.receive_layout = "token-expert"
             self.combine_weight_semantics = "weighted-kernel-sum"
@@ -79,13 +76,6 @@ class _Transport:
         num_bytes = max(one.get_nvl_buffer_size_hint(2 * args.hidden, self.world_size) for one in configs)
         self.buffer = kind(dist.group.WORLD, num_bytes, 0, explicitly_destroy=True)
 
-    def semantic_payload(self, x: Tensor) -> Tensor:
-        """What arrives of rows, as bf16."""
-        return cast_from_fp8(*cast_to_fp8(x)).to(torch.bfloat16) if self._is_fp8 else x
-
-    def _encode_dispatch(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        return x, self.semantic_payload(x) if self._is_fp8 else None
-
     def dispatch(self, problem: Any) -> SimpleNamespace:
         """Rows are quantised here, as a model does it in every step."""
         x, topk_idx = problem.dispatch_x, problem.topk_idx
@@ -96,7 +86,7 @@ class _Transport:
             return SimpleNamespace(received=received, counts=counts, handle=handle)
         per_rank, per_domain, per_expert, in_rank, _ = self.buffer.get_dispatch_layout(topk_idx, self.args.experts)
         received, recv_idx, recv_weights, counts, handle, _ = self.buffer.dispatch(
-            cast_to_fp8(x) if self._is_fp8 else x,
+            self._quant(x) if self._is_fp8 else x,
             topk_idx=topk_idx,
             topk_weights=problem.topk_weights,
             num_tokens_per_rank=per_rank,
@@ -160,9 +150,12 @@ class _Transport:
 
     def _combine(self, problem: Any, handle: Any, rows: Tensor) -> Tensor:
         if self.mode == "low-latency":
-            combined, _, _ = self.buffer.low_latency_combine(
-                rows, problem.topk_idx, problem.topk_weights, handle.handle
+            # With a hook each row crosses in bf16, as the oracle expects. Without it, those of a token are summed and
+            # rounded on each rank before they cross.
+            combined, _, receive = self.buffer.low_latency_combine(
+                rows, problem.topk_idx, problem.topk_weights, handle.handle, return_recv_hook=True
             )
+            receive()
             return combined
         combined, _, _ = self.buffer.combine(rows, handle.handle)
         return combined

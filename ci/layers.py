@@ -27,6 +27,7 @@ PYTHON: list[list[str]] = [
     ["cluster"],
     ["info"],
     ["demo", "bench"],
+    ["integrations"],
     ["nn", "elastic"],
     ["balance"],
     ["report"],

@@ -28,9 +28,13 @@ PY
 }
 
 fetch megatron-core
+fetch nemo-automodel 'nemo_automodel/components/moe/megatron/*'
 fetch sglang 'sglang/srt/layers/moe/token_dispatcher/*'
 fetch torchtitan 'torchtitan/distributed/deepep/*'
 fetch vllm 'vllm/model_executor/layers/fused_moe/*' 'vllm/utils/math_utils.py'  # of a wheel of some 340 MB
+# With what it imports, but for torch.
+[ -d out/consumers/transformers ] ||
+  "$bin/python" -m pip install -q --target out/consumers/transformers transformers || missing+=(transformers)
 rm -rf out/consumers/wheels
 if [ ${#missing[@]} -gt 0 ]; then
   echo "not to be had from PyPI: ${missing[*]}" >&2

@@ -34,19 +34,20 @@ if TYPE_CHECKING:
     from hybrid_ep.buffers.hybrid import HybridEPBuffer
     from hybrid_ep.buffers.hybrid_config import HybridEpConfigInstance
     from hybrid_ep.buffers.v1 import Buffer, topk_idx_t
+    from hybrid_ep.buffers.v1_handle import BufferHandle
     from hybrid_ep.core.config import Config
     from hybrid_ep.core.event import EventHandle, EventOverlap
     from hybrid_ep.core.layout import indices_to_map
-    from hybrid_ep.engine.calls import DispatchHandle, LowLatencyHandle, PermuteHandle
+    from hybrid_ep.engine.calls import LowLatencyHandle, PermuteHandle
 
 __all__ = [
     "Buffer",
     "BufferAllocator",
+    "BufferHandle",
     "ClosedError",
     "Config",
     "ConfigError",
     "CudaError",
-    "DispatchHandle",
     "EPBuffer",
     "EPHandle",
     "ElasticBuffer",
@@ -67,6 +68,7 @@ __all__ = [
 _HOME = {
     "Buffer": "buffers.v1",
     "BufferAllocator": "buffers.allocator",
+    "BufferHandle": "buffers.v1_handle",
     "ElasticBuffer": "buffers.elastic",
     "EPBuffer": "buffers.elastic",
     "EPHandle": "buffers.elastic_handle",
@@ -77,7 +79,6 @@ _HOME = {
     "HybridEPBuffer": "buffers.hybrid",
     "HybridEpConfigInstance": "buffers.hybrid_config",
     "indices_to_map": "core.layout",
-    "DispatchHandle": "engine.calls",
     "LowLatencyHandle": "engine.calls",
     "PermuteHandle": "engine.calls",
 }

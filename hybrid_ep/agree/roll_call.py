@@ -9,11 +9,11 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch.distributed as dist
 
 from hybrid_ep.agree.board import Board
+from hybrid_ep.agree.group import connect
 from hybrid_ep.agree.rendezvous import meet
 from hybrid_ep.errors import TimeoutError, TransportError
 
@@ -48,7 +48,7 @@ class RollCall:
     ) -> None:
         self.lost: set[int] = set()
         self.group, self.rank = group, rank
-        self.num_ranks = 1 if group is None else dist.get_world_size(group)
+        self.num_ranks = 1 if group is None else group.size()
         self.ranks = range(self.num_ranks) if ranks is None else ranks
         self.timeout_s = max(timeout_s, MIN_TIMEOUT_S)
         self._board = None if group is None or self.num_ranks == 1 else Board.of(group).at(f"buffer {number}/memory")
@@ -97,7 +97,7 @@ def gather_all(
     Returns:
         The texts by rank, and the number of the meeting. Meetings for `what` are counted, failed ones too.
     """
-    board, rank, num_ranks = Board.of(group), dist.get_rank(group), dist.get_world_size(group)
+    board, rank, num_ranks = Board.of(group), group.rank(), group.size()
     number = 0
 
     def next_board() -> Board:
@@ -123,12 +123,15 @@ def roll_call_among(group: dist.ProcessGroup, rank: int, ranks: range, timeout_s
     board = Board.of(group).at(f"buffer {number}/ranks {ranks[0]}-{ranks[-1]} by {ranks.step}")
     numbers = itertools.count()
     meet(lambda: board.at(str(next(numbers))), where, rank, ranks, "", timeout_s=limit_s)
+    at = board.at("group")
     try:
-        made: dist.ProcessGroup = dist.new_group(
+        made = connect(
+            at,
+            at.name,
             [dist.get_global_rank(group, member) for member in ranks],
-            timeout=timedelta(seconds=limit_s),
+            ranks.index(rank),
             backend=dist.get_backend(group),
-            use_local_synchronization=True,
+            timeout_s=limit_s,
         )
     except RuntimeError as error:
         raise TransportError(where, rank, None, f"ranks {list(ranks)} cannot be connected: {error}") from error

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep import env
+from hybrid_ep.agree.group import registered
 from hybrid_ep.agree.refusals import at_rank
-from hybrid_ep.agree.roll_call import gather_all
+from hybrid_ep.agree.roll_call import MIN_TIMEOUT_S, gather_all
 from hybrid_ep.balance.placement import ExpertPlacement
 from hybrid_ep.balance.rebalance import require_loads
 from hybrid_ep.checks import require, require_instance, require_int, require_path, require_seconds
@@ -152,10 +153,15 @@ class LoadMonitor:
 
         All ranks raise the refusal of any.
         """
-        rank, what = dist.get_rank(group), "sum of loads"
+        rank, what = group.rank(), "sum of loads"
         mine = list(self._shape) if refusal is None else at_rank(refusal, rank)
         texts, _ = gather_all(
-            group, what, json.dumps(mine), timeout_s=timeout_s, where=what, missed="it has not called loads"
+            registered(group, max(timeout_s, MIN_TIMEOUT_S)),
+            what,
+            json.dumps(mine),
+            timeout_s=timeout_s,
+            where=what,
+            missed="it has not called loads",
         )
         shapes = [json.loads(text) for text in texts]
         # A rank that refuses the call raises its own error.

@@ -41,7 +41,7 @@ __all__ = [
 
 _BF16 = (torch.bfloat16,)
 _FLOAT32 = (torch.float32,)
-_UINT8 = (torch.uint8,)
+_NVFP4_DTYPES = (torch.uint8, torch.int32)
 _NVFP4_SCALE_DTYPES = (torch.float8_e4m3fn, torch.int8, torch.uint8)
 
 
@@ -98,22 +98,29 @@ def check_nvfp4_rows(
 
     Args:
         name: of the argument, for messages.
-        data: ``[T, H/2]`` uint8; H a multiple of 64.
-        scales: ``[T, H/16]`` of one byte each: float8_e4m3fn, or int8 or uint8 that hold bits.
-        global_scale: one float32.
+        data: ``[T, H/2]`` uint8; H a multiple of 64. Or ``[T, H/8]`` int32: the next two are then in words, too.
+        scales: ``[T, H/16]`` of one byte each: float8_e4m3fn, or int8 or uint8 that hold bits. Or ``[T, H/64]`` int32.
+        global_scale: one float32. Or one for each row, ``[T]`` or ``[T, 1]``, which travels as a last word of scales.
         device: where they must be; None = anywhere.
 
     Raises:
         ConfigError: dtype, shape or device does not fit.
     """
-    require_tensor(name, data, dtypes=_UINT8, shape=(None, None), device=device)
-    num_tokens, num_bytes = data.shape
-    hidden = 2 * num_bytes
+    require_tensor(name, data, dtypes=_NVFP4_DTYPES, shape=(None, None), device=device)
+    in_words = data.dtype == torch.int32
+    num_tokens, hidden = data.shape[0], data.shape[1] * (8 if in_words else 2)
     channels = CHANNELS_PER_BLOCK * SCALES_PER_WORD
     if hidden == 0 or hidden % channels:
         require(False, f"hidden of {name}", hidden, f"with NVFP4: multiples of {channels}")
     if device is None:
         device = data.device
+    if in_words:
+        shape = (num_tokens, hidden // channels)
+        scales = require_tensor(f"scales of {name}", scales, dtypes=(torch.int32,), shape=shape, device=device)
+        of_rows = (num_tokens, 1)[: global_scale.dim() if isinstance(global_scale, Tensor) else 1]
+        require_tensor(f"global scale of {name}", global_scale, dtypes=_FLOAT32, shape=of_rows, device=device)
+        words = torch.cat([scales, packed(global_scale).view(torch.int32).view(-1, 1)], 1)
+        return Rows(packed(data).view(torch.uint8), words)
     shape = (num_tokens, hidden // CHANNELS_PER_BLOCK)
     scales = require_tensor(f"scales of {name}", scales, dtypes=_NVFP4_SCALE_DTYPES, shape=shape, device=device)
     check_global_scale(f"global scale of {name}", global_scale, device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -12,13 +11,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hybrid_ep import env
+from hybrid_ep.agree.group import registered, store_among
+from hybrid_ep.agree.roll_call import MIN_TIMEOUT_S
 from hybrid_ep.buffers.collective import collective
 from hybrid_ep.buffers.expert_moves import add_gradients, copy_weights, route_replicas
 from hybrid_ep.buffers.replica_arguments import as_tensors, check_replicas, copies_nothing, sums_nothing
-from hybrid_ep.checks import require, require_int
+from hybrid_ep.checks import require, require_int, require_seconds
 from hybrid_ep.core.event import EventHandle, EventOverlap
 from hybrid_ep.core.streams import CommStream
 from hybrid_ep.engine.base import Engine, Traffic
@@ -69,12 +69,16 @@ class BaseBuffer:
         self._asked: dict[str, Any] = {"engine": engine, "timeout_s": timeout_s}
         self.group = resolve_group(group, comm)
         self._groups = dist.distributed_c10d._world.pg_map  # torch's own: those that are not destroyed
-        self.rank = 0 if self.group is None else dist.get_rank(self.group)
-        self.group_size = 1 if self.group is None else dist.get_world_size(self.group)
+        self.rank = 0 if self.group is None else self.group.rank()
+        self.group_size = 1 if self.group is None else self.group.size()
         per_domain = env.NUM_RANKS_PER_DOMAIN.get() if num_ranks_per_domain is None else num_ranks_per_domain
         if per_domain is not None:
             require_int("num_ranks_per_domain", per_domain, minimum=1)
-        made = make_engine(self.group, num_ranks_per_domain=per_domain, asked=engine, timeout_s=timeout_s)
+        if timeout_s is not None:
+            require_seconds("timeout_s", timeout_s)
+        limit_s = max(self.timeout_s, MIN_TIMEOUT_S)
+        self.registered_group = None if self.group is None else registered(self.group, limit_s)
+        made = make_engine(self.registered_group, num_ranks_per_domain=per_domain, asked=engine, timeout_s=timeout_s)
         self._engine: Engine | None = made
         self._comm_stream = CommStream(made.device, made.record_stream)
         self.grid = made.grid
@@ -122,7 +126,7 @@ class BaseBuffer:
                 f"{type(self).__name__} of rank {self.rank} was made in process {self._process_id} and used in its "
                 f"forked child {_process_id}; allowed: a process group and a buffer made in the child"
             )
-        if self.group is not None and self.group not in self._groups:
+        if self.registered_group is not None and self.registered_group not in self._groups:
             raise ClosedError(
                 f"{type(self).__name__} of rank {self.rank} was used after its process group was destroyed; allowed: a "
                 "new process group and a buffer of it"
@@ -304,7 +308,7 @@ def resolve_group(group: dist.ProcessGroup | None, comm: Any = None) -> dist.Pro
     if comm is not None:
         if group is not None:
             raise ConfigError("group and comm are both given; allowed: one of them")
-        needed = ("Get_rank", "Get_size", "allgather", "bcast")
+        needed = ("Get_rank", "Get_size", "allgather")
         is_comm = all(hasattr(comm, name) for name in needed)
         require(is_comm, "comm", type(comm).__name__, f"an mpi4py communicator, with {', '.join(needed)}")
         return _group_of_comm(comm)
@@ -315,15 +319,10 @@ def resolve_group(group: dist.ProcessGroup | None, comm: Any = None) -> dist.Pro
 
 
 def _group_of_comm(comm: Any) -> dist.ProcessGroup | None:
-    """The default process group over an mpi4py communicator; rank 0 opens the store and broadcasts its address."""
+    """The default process group over an mpi4py communicator; rank 0 opens its store."""
     rank, size = comm.Get_rank(), comm.Get_size()
     if not dist.is_initialized():
-        names = comm.allgather(socket.gethostname())
-        host = "127.0.0.1" if len(set(names)) == 1 else names[0]
-        store = TCPStore(host, 0, size, is_master=True, wait_for_workers=False) if rank == 0 else None
-        port = comm.bcast(store.port if store is not None else None, root=0)
-        if store is None:
-            store = TCPStore(host, port, size, is_master=False)
+        store = store_among(rank, size, comm.allgather)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     world = dist.group.WORLD

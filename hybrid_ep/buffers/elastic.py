@@ -206,7 +206,7 @@ class ElasticCalls(BaseBuffer):
         require_int("hidden", hidden, minimum=0)
         topk = require_int("num_topk", num_topk, minimum=0, maximum=MAX_TOPK) or MAX_TOPK
         group = resolve_group(group)
-        num_ranks = 1 if group is None else dist.get_world_size(group)
+        num_ranks = 1 if group is None else group.size()
         row_bytes = 2 * hidden
         if use_fp8_dispatch:
             row_bytes = hidden + 4 * -(-hidden // _CHANNELS_PER_SCALE)

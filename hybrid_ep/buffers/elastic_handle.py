@@ -15,17 +15,16 @@ import torch
 from torch import Tensor
 
 from hybrid_ep.buffers.hybrid_handles import rows_of_copies
+from hybrid_ep.buffers.v1_handle import send_words
 from hybrid_ep.core.streams import current_raw_stream, is_capturing
 from hybrid_ep.engine.base import Engine
-from hybrid_ep.engine.calls import DispatchHandle, OfThisProcess, PermuteHandle, Rows
+from hybrid_ep.engine.calls import DispatchHandle, OfThisProcess, PermuteHandle
 from hybrid_ep.errors import ClosedError, ConfigError
 
 if TYPE_CHECKING:
     from hybrid_ep.buffers.base import BaseBuffer
 
 __all__ = ["Counts", "EPHandle"]
-
-_INDEX_WORDS = 4  # of a row that carries an index: 16 bytes, the least that every engine moves
 
 
 class Counts(NamedTuple):
@@ -218,9 +217,7 @@ class EPHandle(OfThisProcess):
         """Sends ``first + token`` along the route; returns what arrived for each row."""
         num_tokens, device = self.dispatch.num_tokens, self.topk_idx.device
         tokens = torch.arange(first, first + num_tokens, dtype=torch.int32, device=device)
-        rows = Rows(tokens.unsqueeze(1).repeat(1, _INDEX_WORDS).view(torch.bfloat16))
-        received = engine.dispatch(engine.request_along(rows, self.permute or self.dispatch)).rows
-        index = received.data.view(torch.int32)[:, 0]
+        index = send_words(engine, self.permute or self.dispatch, tokens.unsqueeze(1))[:, 0]
         if dst_rows is None or index.numel() == 0:
             return index
         return index[dst_rows.amax(1).clamp_min(0).long()]

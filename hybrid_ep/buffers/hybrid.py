@@ -20,17 +20,17 @@ from hybrid_ep.buffers.collective import collective
 from hybrid_ep.buffers.hybrid_arguments import (
     as_e4m3,
     as_given,
+    as_indices,
     check_combined,
     check_handle,
     check_made_with,
-    check_pairs,
     probs_along,
     weights_along,
 )
 from hybrid_ep.buffers.hybrid_config import BufferConfig, Configurer, HybridEpConfigInstance
 from hybrid_ep.buffers.hybrid_handles import HybridHandle, PermutedHandle
 from hybrid_ep.buffers.hybrid_maps import combine_with_probs, send_along
-from hybrid_ep.checks import MAX_TOPK, require, require_bool, require_int
+from hybrid_ep.checks import MAX_TOPK, require, require_bool, require_bools, require_int
 from hybrid_ep.core.checks import packed, packed_copy, require_plain, require_tensor
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.layout import (
@@ -38,6 +38,7 @@ from hybrid_ep.core.layout import (
     experts_of_columns,
     indices_to_map,
     map_to_indices,
+    probs_in_columns,
     weights_to_probs,
     widest_token,
 )
@@ -221,10 +222,12 @@ class HybridEPBuffer(BaseBuffer):
         Args:
             hidden: ``[T, H]`` bf16, or e4m3 (float8_e4m3fn or uint8) with `scaling_factor`.
             scaling_factor: ``[T, H/128]`` float32; ignored with bf16.
-            topk_idx: ``[T, K]`` int64, global expert index or −1; or give `routing_map`.
+            topk_idx: ``[T, K]`` int64, int32 or int16, global expert index or −1; or give `routing_map`, which has
+                precedence.
             topk_weights: ``[T, K]`` float32, with `topk_idx`.
             num_of_experts: E, a multiple of the ranks; None = LE × ranks of the buffer.
-            probs: ``[T, E]`` float32, with `routing_map`.
+            probs: ``[T, E]`` float32, in place of `topk_weights`. If top-k indices name an expert twice, the first
+                column has it.
             routing_map: ``[T, E]`` bool. A token may have any number of experts, on at most 32 ranks.
             num_dispatched_tokens_tensor: ``[1]`` int; the rows that will arrive, if the caller knows. Read on the host;
                 with `handle`, which knows them, left alone.
@@ -254,6 +257,7 @@ class HybridEPBuffer(BaseBuffer):
             ([[0.5, 0.5, 0.0, 0.0], [0.0, 0.5, 0.0, 0.0]], [3.0, 3.0], True)
         """
         engine, num_sms = self.engine, self._num_sms_dispatch
+        topk_idx = as_indices(topk_idx, topk_weights, probs, routing_map)
         if handle is not None:
             rows, as_bytes = self._rows(hidden, scaling_factor)
             require(isinstance(handle, HybridHandle), "handle", type(handle).__name__, "a handle of dispatch")
@@ -382,6 +386,7 @@ class HybridEPBuffer(BaseBuffer):
         handle: PermutedHandle | None = None,
         non_blocking: bool = False,
         fuse_permute_dispatch: bool = False,
+        dense_routing: bool = False,
         num_dispatched_tokens: int | None = None,
         use_host_meta: bool | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, PermutedHandle]:
@@ -389,7 +394,8 @@ class HybridEPBuffer(BaseBuffer):
 
         Args:
             hidden: ``[T, H]`` bf16, or e4m3 (float8_e4m3fn or uint8) with `scaling_factor`.
-            topk_idx: ``[T, K]`` int64, global expert index or −1; or give `routing_map`.
+            topk_idx: ``[T, K]`` int64, int32 or int16, global expert index or −1; or give `routing_map`, which has
+                precedence.
             topk_weights: ``[T, K]`` float32, with `topk_idx`.
             num_of_experts_per_rank: LE; None = that of `num_of_experts`, else of the map, else of the buffer.
             num_of_experts: E, a multiple of the ranks; None = that of `num_of_experts_per_rank`, else of the map, else
@@ -397,7 +403,8 @@ class HybridEPBuffer(BaseBuffer):
             use_fp8: whether `hidden` is e4m3; None = not checked.
             routing_map: ``[T, E]`` bool. A token with more than 32 experts travels as several rows, each for the next
                 32 of them in ascending order: it may reach a rank more than once, and combine rounds the sum of each.
-            probs: ``[T, E]`` float32, with `routing_map`.
+            probs: ``[T, E]`` float32, in place of `topk_weights`. If top-k indices name an expert twice, the first
+                column has it.
             scaling_factor: ``[T, H/128]`` float32; ignored with bf16.
             num_permuted_tokens: rows of the result, as a number or a tensor of one (which is read on the host). Rows
                 beyond it are dropped, and count as zero in a combine. With `non_blocking` the host does not wait, and
@@ -411,6 +418,7 @@ class HybridEPBuffer(BaseBuffer):
                 a routing is given again, it must be the handle's; that is compared on a CPU only.
             non_blocking: counts stay on the device; needs `num_permuted_tokens` or `handle`, with which no call waits.
             fuse_permute_dispatch: accepted for compatibility, and without effect.
+            dense_routing: accepted for compatibility: top-k indices travel as such in any case.
             use_host_meta: False = `non_blocking`, True = not; None = as `non_blocking` says.
             num_dispatched_tokens: accepted for compatibility; not needed.
 
@@ -435,7 +443,8 @@ class HybridEPBuffer(BaseBuffer):
             ([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0], [4, 4], 0)
         """
         engine = self.engine
-        require_bool("non_blocking", non_blocking)
+        topk_idx = as_indices(topk_idx, topk_weights, probs, routing_map)
+        require_bools(("non_blocking", "dense_routing"), (non_blocking, dense_routing))
         if use_host_meta is not None:
             non_blocking = not require_bool("use_host_meta", use_host_meta)
         require(not non_blocking or num_permuted_tokens is not None or handle is not None, "num_permuted_tokens", None,
@@ -671,15 +680,14 @@ class HybridEPBuffer(BaseBuffer):
         Tokens of a map with more than 32 columns are routed by their ranks. With `in_parts`, they are routed by their
         experts, and have a row of the result for every 32.
         """
-        check_pairs(topk_idx, topk_weights, probs, routing_map)
         num_tokens, device = rows.data.shape[0], rows.data.device
         if routing_map is not None:
             shape = (num_tokens, num_experts)
             require_tensor("routing_map", routing_map, dtypes=(torch.bool,), shape=shape, device=device)
         self._grow(None, None, num_experts // self.group_size)
+        if probs is not None:
+            check_weights("probs", probs, (num_tokens, num_experts), device)
         if routing_map is not None:
-            if probs is not None:
-                check_weights("probs", probs, (num_tokens, num_experts), device)
             num_parts = 1
             if num_experts > MAX_TOPK:
                 if not in_parts:
@@ -696,6 +704,8 @@ class HybridEPBuffer(BaseBuffer):
         check_topk(topk_idx, topk_weights, num_experts, device)
         if topk_idx.shape[0] != num_tokens:
             require(False, "rows of topk_idx", topk_idx.shape[0], f"{num_tokens}, as hidden has")
+        if probs is not None and routing_map is None:
+            topk_weights = probs_in_columns(topk_idx, probs)
         return Routing(packed(topk_idx), packed(topk_weights), num_experts)
 
 

@@ -11,15 +11,14 @@ from hybrid_ep.core.checks import packed, require_tensor
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.layout import indices_to_map, probs_in_columns, weights_in_columns
 from hybrid_ep.engine.calls import DispatchHandle, Rows
-from hybrid_ep.errors import ConfigError
 
 __all__ = [
     "as_e4m3",
     "as_given",
+    "as_indices",
     "check_combined",
     "check_handle",
     "check_made_with",
-    "check_pairs",
     "probs_along",
     "weights_along",
 ]
@@ -63,7 +62,6 @@ def weights_along(
     """
     if topk_idx is None and topk_weights is None and probs is None and routing_map is None:
         return None
-    check_pairs(topk_idx, topk_weights, probs, routing_map)
     num_tokens, device = known_idx.shape[0] // num_parts, known_idx.device
     map_shape = (num_tokens, num_experts)
     if topk_idx is not None and topk_idx is not known_idx:
@@ -98,11 +96,11 @@ def probs_along(
     """Returns probabilities to send along a handle that was made with a map: ``[T, E]``, 0 outside the map."""
     if topk_idx is None and topk_weights is None and probs is None and routing_map is None:
         return None
-    check_pairs(topk_idx, topk_weights, probs, routing_map)
     num_tokens, device = known_map.shape[0], known_map.device
     if topk_idx is not None:
         check_topk(topk_idx, topk_weights, num_experts, device)
-        routing_map, probs = indices_to_map(topk_idx, topk_weights, num_tokens, num_experts)
+        routing_map, from_weights = indices_to_map(topk_idx, topk_weights, num_tokens, num_experts)
+        probs = from_weights if probs is None else probs
     elif topk_weights is not None:
         require(False, "topk_weights", "given without topk_idx", "probs, with this handle, which a map has made")
     shape = (num_tokens, num_experts)
@@ -120,15 +118,16 @@ def _require_same_routing(is_same: bool) -> None:
     require(is_same, "routing", "another than that of the handle", "the handle's, or None")
 
 
-def check_pairs(
+def as_indices(
     topk_idx: Tensor | None, topk_weights: Tensor | None, probs: Tensor | None, routing_map: Tensor | None
-) -> None:
-    """`topk_weights` belong to `topk_idx`, and `probs` to `routing_map`."""
-    if topk_idx is not None and routing_map is not None:
-        raise ConfigError("both of topk_idx and routing_map are given; allowed: one of them")
-    require(topk_idx is None or probs is None, "probs", "given with topk_idx", "None (give topk_weights)")
+) -> Tensor | None:
+    """Returns `topk_idx` as int64, or None if a map is given, which has precedence; checks whose weights are given."""
     require(routing_map is None or topk_weights is None, "topk_weights", "given with routing_map", "None (give probs)")
     require(topk_weights is None or probs is None, "topk_weights and probs", "both given", "one of them")
+    if routing_map is not None:
+        return None
+    is_short = isinstance(topk_idx, Tensor) and topk_idx.dtype in (torch.int16, torch.int32)
+    return topk_idx.long() if is_short else topk_idx  # type: ignore[union-attr]
 
 
 def as_e4m3(hidden: Tensor, scaling_factor: Tensor | None) -> tuple[Tensor, Tensor | None, bool]:

@@ -35,7 +35,6 @@ from hybrid_ep.buffers.v1_arguments import (
     check_combined,
     check_dispatched,
     check_given_scale,
-    check_handle,
     check_layout_along,
     check_low_latency_handle,
     check_return,
@@ -50,6 +49,7 @@ from hybrid_ep.buffers.v1_arguments import (
     rows_along,
     signals_of,
 )
+from hybrid_ep.buffers.v1_handle import BufferHandle, dispatch_of
 from hybrid_ep.checks import MAX_BYTES, MAX_INT, MAX_TOPK, require, require_bool, require_bools, require_int
 from hybrid_ep.core.calls import plain_tensors
 from hybrid_ep.core.checks import packed, require_tensor
@@ -59,7 +59,6 @@ from hybrid_ep.core.layout import compute_layout
 from hybrid_ep.core.logfmt import CHANNELS_PER_HEADER
 from hybrid_ep.engine.base import Engine
 from hybrid_ep.engine.calls import (
-    DispatchHandle,
     DispatchRequest,
     LowLatencyCombineRequest,
     LowLatencyDispatchRequest,
@@ -78,7 +77,7 @@ DispatchResult = tuple[
     "Tensor | None",
     "Tensor | None",
     "list[int] | None",
-    "DispatchHandle | None",
+    "BufferHandle | None",
     EventOverlap,
 ]
 
@@ -167,7 +166,7 @@ class Buffer(BaseBuffer):
         num_qps_per_rank: int = 24,
         allow_nvlink_for_low_latency_mode: bool = True,
         allow_mnnvl: bool = False,
-        use_fabric: bool = False,
+        use_fabric: bool | None = False,
         explicitly_destroy: bool = False,
         enable_shrink: bool = False,
         comm: Any = None,
@@ -305,7 +304,7 @@ class Buffer(BaseBuffer):
     def dispatch(
         self,
         x: _X,
-        handle: DispatchHandle,
+        handle: BufferHandle | Sequence[Tensor],
         num_tokens_per_rank: Tensor | None = None,
         num_tokens_per_rdma_rank: Tensor | None = None,
         is_token_in_rank: Tensor | None = None,
@@ -338,7 +337,7 @@ class Buffer(BaseBuffer):
         previous_event: EventOverlap | EventHandle | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[_X, Tensor, Tensor, list[int], DispatchHandle, EventOverlap]: ...
+    ) -> tuple[_X, Tensor, Tensor, list[int], BufferHandle, EventOverlap]: ...
 
     @overload
     def dispatch(
@@ -358,13 +357,13 @@ class Buffer(BaseBuffer):
         previous_event: EventOverlap | EventHandle | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[_X, Tensor, None, list[int], DispatchHandle, EventOverlap]: ...
+    ) -> tuple[_X, Tensor, None, list[int], BufferHandle, EventOverlap]: ...
 
     @overload
     def dispatch(
         self,
         x: Tokens,
-        handle: DispatchHandle | None = None,
+        handle: BufferHandle | Sequence[Tensor] | None = None,
         num_tokens_per_rank: Tensor | None = None,
         num_tokens_per_rdma_rank: Tensor | None = None,
         is_token_in_rank: Tensor | None = None,
@@ -383,7 +382,7 @@ class Buffer(BaseBuffer):
     def dispatch(
         self,
         x: Tokens,
-        handle: DispatchHandle | None = None,
+        handle: BufferHandle | Sequence[Tensor] | None = None,
         num_tokens_per_rank: Tensor | None = None,
         num_tokens_per_rdma_rank: Tensor | None = None,
         is_token_in_rank: Tensor | None = None,
@@ -406,10 +405,11 @@ class Buffer(BaseBuffer):
             x: ``[T, H]`` bf16, or (``[T, H]`` float8_e4m3fn, scales ``[T, H/128]`` float32 or ``[T, ceil(H/512)]``
                 int32), or NVFP4: (``[T, H/2]`` uint8, scales ``[T, H/16]`` float8_e4m3fn or int8, one float32), as
                 `quantize.cast_to_nvfp4` makes them, H a multiple of 64. The float32 is not sent: it must be the same on
-                every rank.
-            handle: of an earlier dispatch, whose routes are used. `topk_idx` and `topk_weights` must then be None, and
-                `num_worst_tokens` 0 or the handle's. If a layout is given again, it must be the handle's. A handle may
-                be used any number of times.
+                every rank. Or NVFP4 in words: (``[T, H/8]`` int32, scales ``[T, H/64]`` int32, ``[T]`` or ``[T, 1]``
+                float32), and all three are sent.
+            handle: of an earlier dispatch, or the tuple of its tensors; its routes are used. `topk_idx` and
+                `topk_weights` must then be None, and `num_worst_tokens` 0 or the handle's. If a layout is given again,
+                it must be the handle's. A handle may be used any number of times.
             num_tokens_per_rank: ``[R]`` int32, from `get_dispatch_layout`.
             num_tokens_per_rdma_rank: accepted for compatibility; not needed.
             is_token_in_rank: ``[T, R]`` bool, from `get_dispatch_layout`; the routing if `topk_idx` is None.
@@ -455,15 +455,15 @@ class Buffer(BaseBuffer):
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
                 require(False, "topk_idx or topk_weights", "given", "None with a handle")
-            check_handle(self.grid, handle)
-            if num_worst_tokens not in (0, handle.num_recv):
-                require(False, "num_worst_tokens", num_worst_tokens, f"0 or {handle.num_recv}, as with this handle")
+            route = dispatch_of(self.grid, handle)
+            if num_worst_tokens not in (0, route.num_recv):
+                require(False, "num_worst_tokens", num_worst_tokens, f"0 or {route.num_recv}, as with this handle")
             if is_token_in_rank is not None or num_tokens_per_rank is not None or num_tokens_per_expert is not None:
-                check_layout_along(self.grid, handle, is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert)
+                check_layout_along(self.grid, route, is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert)
             with self._comm_stream.scope(previous_event, async_finish):
                 # Here, because it may copy scales.
-                rows = rows_along(sent, (expert_alignment, num_worst_tokens), handle, engine.device)
-                received = engine.dispatch(engine.request_along(rows, handle, num_sms=num_sms)).rows
+                rows = rows_along(sent, (expert_alignment, num_worst_tokens), route, engine.device)
+                received = engine.dispatch(engine.request_along(rows, route, num_sms=num_sms)).rows
             event = self._comm_stream.finish(previous_event, async_finish, (*rows, *received))
             return as_given(received, sent), None, None, None, None, event
 
@@ -484,13 +484,15 @@ class Buffer(BaseBuffer):
         event = self._comm_stream.finish(previous_event, async_finish, tensors)
         aligned = [] if counts is None else rounded_up(counts, expert_alignment)  # None: there is a bound
         tokens = as_given(result.rows, sent)
-        return tokens, recv_topk_idx, result.topk_weights, aligned, result.handle, event
+        assert is_token_in_rank is not None
+        made = BufferHandle(self, result.handle, is_token_in_rank, event.event)
+        return tokens, recv_topk_idx, result.topk_weights, aligned, made, event
 
     @overload
     def combine(
         self,
         x: Tensor,
-        handle: DispatchHandle,
+        handle: BufferHandle | Sequence[Tensor],
         topk_weights: None = None,
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
         config: Config | None = None,
@@ -503,7 +505,7 @@ class Buffer(BaseBuffer):
     def combine(
         self,
         x: Tensor,
-        handle: DispatchHandle,
+        handle: BufferHandle | Sequence[Tensor],
         topk_weights: Tensor,
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
         config: Config | None = None,
@@ -516,7 +518,7 @@ class Buffer(BaseBuffer):
     def combine(
         self,
         x: Tensor,
-        handle: DispatchHandle,
+        handle: BufferHandle | Sequence[Tensor],
         topk_weights: Tensor | None = None,
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
         config: Config | None = None,
@@ -529,7 +531,7 @@ class Buffer(BaseBuffer):
     def combine(
         self,
         x: Tensor,
-        handle: DispatchHandle,
+        handle: BufferHandle | Sequence[Tensor],
         topk_weights: Tensor | None = None,
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
         config: Config | None = None,
@@ -545,7 +547,7 @@ class Buffer(BaseBuffer):
         Args:
             x: ``[N, H]`` bf16, in the order of `recv_x`; H may differ from the dispatch's, and is the same on every
                 rank. Rows after the last that arrived are not read.
-            handle: of the dispatch; it may serve any number of combines.
+            handle: of the dispatch, or the tuple of its tensors; it may serve any number of combines.
             topk_weights: ``[N, K]`` float32, summed over ranks as rows are.
             bias: one or two ``[T, H]`` bf16, added in fp32 before the result is rounded.
             config: SMs to use; None = as `set_num_sms` says, or the engine's choice.
@@ -572,12 +574,12 @@ class Buffer(BaseBuffer):
             ([2.0, 2.0], [[0.5, 0.5], [0.5, 0.5]])
         """
         engine = self.engine
-        check_handle(self.grid, handle)
+        route = dispatch_of(self.grid, handle)
         biases = () if bias is None else as_biases(bias)
         num_sms = Buffer._num_sms_without_config if config is None else _sms_of(config)
         with self._comm_stream.scope(previous_event, async_finish):
-            request = received_rows(x, topk_weights, biases, num_sms, handle, self.engine.device)
-            combined = engine.combine(request, handle)
+            request = received_rows(x, topk_weights, biases, num_sms, route, self.engine.device)
+            combined = engine.combine(request, route)
         tensors = (x, topk_weights, *biases, *combined)
         return *combined, self._comm_stream.finish(previous_event, async_finish, tensors)
 
@@ -706,7 +708,7 @@ class Buffer(BaseBuffer):
             return_recv_hook: only send; the returned hook receives, once. Not together with `async_finish`.
             topk_weights: ``[T, K]`` float32, accepted for compatibility: combine takes the weights.
             x_global_scale: one float32, the same on every rank, needed with `use_nvfp4`; as `quantize.global_scale_of`
-                makes it. A larger one clips large values.
+                makes it. A larger one clips large values. Without `use_nvfp4` it has no effect.
             use_nvfp4: quantise to NVFP4, whatever the arguments for FP8 say.
             use_ue8m0_for_sf: scales of blocks are UE8M0 and not e4m3. Without `use_nvfp4` it does nothing.
 
@@ -751,7 +753,8 @@ class Buffer(BaseBuffer):
                 require(False, "num_max_dispatch_tokens_per_rank", max_tokens, f"≤ {most} with {num_experts} experts")
             fmt = row_format(*kinds)
             check_dispatched(x, topk_idx, topk_weights, max_tokens, num_experts, fmt, engine.device)
-            check_given_scale(x_global_scale, use_nvfp4, x.device)
+            if use_nvfp4:
+                check_given_scale(x_global_scale, x.device)
             check_stats(waits, "dispatch_wait_recv_cost_stats", torch.int64, self.group_size, x.device)
             check_stats(stats, "cumulative_local_expert_recv_stats", torch.int32, num_local, x.device)
             check_return(async_finish, return_recv_hook)
@@ -761,7 +764,14 @@ class Buffer(BaseBuffer):
 
         with self._comm_stream.scope(None, async_finish):
             request = LowLatencyDispatchRequest(
-                packed(x), packed(topk_idx), max_tokens, num_experts, fmt, x_global_scale, waits, return_recv_hook
+                packed(x),
+                packed(topk_idx),
+                max_tokens,
+                num_experts,
+                fmt,
+                x_global_scale if use_nvfp4 else None,
+                waits,
+                return_recv_hook,
             )
             rows, counts, handle, finish = engine.low_latency_dispatch(request)
             if stats is not None:

@@ -40,7 +40,6 @@ __all__ = [
     "check_combined",
     "check_dispatched",
     "check_given_scale",
-    "check_handle",
     "check_layout_along",
     "check_low_latency_handle",
     "check_return",
@@ -133,13 +132,6 @@ def check_routing(
     return Routing(packed(topk_idx), packed(topk_weights), num_experts)
 
 
-def check_handle(grid: RankGrid, handle: DispatchHandle) -> None:
-    if type(handle) is DispatchHandle and handle.grid is grid:  # as in most calls
-        return
-    require(isinstance(handle, DispatchHandle), "handle", type(handle).__name__, "a handle that dispatch returned")
-    check_grid(grid, handle.grid)
-
-
 def check_layout_along(
     grid: RankGrid,
     handle: DispatchHandle,
@@ -188,9 +180,12 @@ def as_given(received: tuple[Tensor, Tensor | None], sent: Parts) -> Tokens:
     data, scales = received
     if scales is None:
         return data
-    _, sent_scales, global_scale = sent
+    sent_data, sent_scales, global_scale = sent
     if sent_scales is None or global_scale is None:
         return data, scales
+    if sent_data.dtype == torch.int32:  # and a global scale for each row, as the last word of its scales
+        of_rows = scales[:, -1].view(torch.float32).view(-1, *global_scale.shape[1:])
+        return data.view(torch.int32), scales[:, :-1], of_rows
     return data, scales.view(sent_scales.dtype), global_scale
 
 
@@ -219,11 +214,7 @@ def check_dispatched(
         require(False, "rows of x", num_tokens, f"≤ num_max_dispatch_tokens_per_rank = {max_tokens}")
 
 
-def check_given_scale(global_scale: Tensor | None, use_nvfp4: bool, device: torch.device) -> None:
-    if not use_nvfp4:
-        if global_scale is not None:
-            require(False, "x_global_scale", "given", "None without use_nvfp4")
-        return
+def check_given_scale(global_scale: Tensor | None, device: torch.device) -> None:
     require(global_scale is not None, "x_global_scale", None, "one float32 with use_nvfp4")
     assert global_scale is not None
     check_global_scale("x_global_scale", global_scale, device)

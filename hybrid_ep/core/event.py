@@ -43,6 +43,9 @@ class EventOverlap:
         event: the point to wait for; None = nothing to wait for.
         extra_tensors: kept alive as long as this object.
 
+    Attributes:
+        hook_after_wait: what `register_hook_after_wait` has registered; None after the wait.
+
     Raises:
         ConfigError: an argument has another type.
 
@@ -58,7 +61,7 @@ class EventOverlap:
 
     event: EventHandle | None = None
     extra_tensors: tuple[torch.Tensor | None, ...] | None = None
-    _hook: Callable[[], Any] | None = None
+    hook_after_wait: Callable[[], Any] | None = None
     _releases = False
 
     def __init__(
@@ -82,7 +85,7 @@ class EventOverlap:
         """
         if self.event is not None:
             self.event.current_stream_wait()
-        hook, self._hook = self._hook, None
+        hook, self.hook_after_wait = self.hook_after_wait, None
         result = None if hook is None else hook()
         if release_handle:
             self.event = self.extra_tensors = None
@@ -100,9 +103,9 @@ class EventOverlap:
         """
         if not callable(hook):
             raise ConfigError(f"hook is {type(hook).__name__}; allowed: a function without arguments")
-        if self._hook is not None:
+        if self.hook_after_wait is not None:
             raise ConfigError("a hook is registered already; allowed: one for each wait")
-        self._hook = hook
+        self.hook_after_wait = hook
 
     def __call__(self, release_handle: bool = False) -> EventOverlap:
         self._releases = release_handle

@@ -233,12 +233,12 @@ def columns_of_experts(topk_idx: Tensor, probs: Tensor) -> Tensor:
             **kernels.place_of(topk_idx),
         )
         return weights
-    return torch.where(topk_idx >= 0, probs.gather(1, topk_idx.clamp_min(0)), 0.0)
+    return torch.where(topk_idx >= 0, probs.gather(1, topk_idx.clamp(0, probs.shape[1] - 1)), 0.0)
 
 
 def probs_in_columns(topk_idx: Tensor, probs: Tensor) -> Tensor:
     """``[T, K]`` indices and ``[T, E]`` probabilities → ``[T, K]`` weights: of several columns, the first has it."""
-    return torch.where(first_occurrence(topk_idx), probs.gather(1, topk_idx.clamp_min(0)), 0.0)
+    return torch.where(first_occurrence(topk_idx), probs.gather(1, topk_idx.clamp(0, probs.shape[1] - 1)), 0.0)
 
 
 def weights_in_columns(wanted_idx: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:

@@ -1,17 +1,14 @@
 """Process groups of the ranks that are left, made from the store, without the lost ranks.
 
-torch makes a group from ranks of the default group, whose numbers are equal in every process. Here a process may have
-come later, and its default group is the first one that it joined. So such a process gets the store and the name of the
-group's board, and ranks are numbered by their index in the group.
+A process may have come later, and its default group is the first one that it joined. So such a process gets the store
+and the name of the group's board.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,13 +17,9 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
 from hybrid_ep.agree.board import Board
-from hybrid_ep.agree.within import UnfinishedError, run_within
+from hybrid_ep.agree.group import connect, numbers_of_strangers
 
 __all__ = ["Lineage", "abandon", "board_of", "follow", "job_of", "lineage_of", "make_group", "root_board"]
-
-_LOG = logging.getLogger(__name__)
-_STRANGERS = 1 << 20  # numbers, in this process, of ranks that are not in its default group
-_MORE_S = 0.5  # for gloo to report by itself that it could not connect
 
 
 @dataclass
@@ -109,64 +102,28 @@ def make_group(
     backend: str,
     timeout_s: float,
 ) -> dist.ProcessGroup:
-    """Makes the group of the ranks of a rendezvous. Collective over them.
+    """Makes the group of the ranks of a rendezvous; a process without a default group gets it as such. Collective.
 
     Args:
-        board: of this group only.
-        name: of the group, of no other in the life of the job.
         members: for each rank, its rank in `parent`, or None.
-        rank: this rank.
         parent: the group that this rank was in before, None: none.
-        backend: as `torch.distributed.get_backend_config` returns it.
-        timeout_s: how long it may take, but for half a second. gloo tries again, each time up to the limit, where a
-            rank dies while it connects.
+        board, name, rank, backend, timeout_s: as in `agree.group.connect`.
 
     Raises:
         RuntimeError: a rank did not come.
     """
     is_first = not dist.is_initialized()
-    numbers: list[int] = []
+    numbers = list(range(len(members)))
     if not is_first:
         known = [] if parent is None else dist.get_process_group_ranks(parent)
         # A process is asked for as rank `number` of its default group; those that are not in it need numbers as well.
-        numbers = [_STRANGERS + i if old is None or not known else known[old] for i, old in enumerate(members)]
+        others = numbers_of_strangers(rank, len(members))
+        numbers = [others[i] if old is None or not known else known[old] for i, old in enumerate(members)]
         numbers[rank] = dist.get_rank()
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-
-    def connect() -> dist.ProcessGroup:
-        with contextlib.nullcontext() if device is None else torch.cuda.device(device):
-            made: dist.ProcessGroup
-            made, _ = c10d._new_process_group_helper(
-                len(members),
-                rank,
-                numbers,
-                c10d.Backend(backend),
-                PrefixStore(board.name, board.store),
-                name,  # type: ignore[arg-type]
-                timeout=timedelta(seconds=timeout_s),
-            )
-        return made
-
-    with _without_split():
-        try:
-            group = run_within(timeout_s + _MORE_S, connect, discard=_forget, name="hybrid_ep connects")
-        except UnfinishedError as error:
-            raise RuntimeError(f"the group has not connected within {timeout_s:g} s") from error
+    group = connect(board, name, numbers, rank, backend=backend, timeout_s=timeout_s)
     if is_first:
         c10d._update_default_pg(group)
-        numbers = list(range(len(members)))
-    c10d._world.pg_group_ranks[group] = {number: i for i, number in enumerate(numbers)}
-    board.assign(group)
-    # The limit was for connecting; collectives of the group get torch's default.
-    with contextlib.suppress(RuntimeError):
-        c10d._set_pg_timeout(c10d.default_pg_timeout, group)
     return group
-
-
-def _forget(group: dist.ProcessGroup) -> None:
-    """Gives up a group that was connected too late."""
-    c10d._world.pg_group_ranks[group] = {}
-    abandon(group)
 
 
 def abandon(group: dist.ProcessGroup) -> None:
@@ -183,17 +140,3 @@ def abandon(group: dist.ProcessGroup) -> None:
     if name.startswith("hybrid_ep.elastic") and group is not dist.group.WORLD:
         with contextlib.suppress(RuntimeError, ValueError):
             dist.destroy_process_group(group)
-
-
-@contextlib.contextmanager
-def _without_split():  # type: ignore[no-untyped-def]
-    """A default group that is bound to a GPU would split its communicator, which needs every rank of it."""
-    default = dist.group.WORLD if dist.is_initialized() else None
-    bound = None if default is None else default.bound_device_id
-    if default is not None and bound is not None:
-        default.bound_device_id = None
-    try:
-        yield
-    finally:
-        if default is not None and bound is not None:
-            default.bound_device_id = bound

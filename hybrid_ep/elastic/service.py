@@ -97,7 +97,7 @@ def recover(
     """
     begin = time.monotonic()
     require(isinstance(buffer, BaseBuffer), "buffer", type(buffer).__name__, " or ".join(KINDS))
-    group, rank = buffer.group, buffer.rank
+    group, rank = buffer.registered_group, buffer.rank
     if group is None or buffer.group_size == 1:
         raise ConfigError("the buffer has 1 rank; allowed: ≥ 2, so that one may be lost")
     require(isinstance(placement, ExpertPlacement), "placement", type(placement).__name__, "an ExpertPlacement")
@@ -213,10 +213,10 @@ def waiting(buffer: BaseBuffer) -> int:
         TransportError: the store is lost.
     """
     require(isinstance(buffer, BaseBuffer), "buffer", type(buffer).__name__, " or ".join(KINDS))
-    if buffer.group is None:
+    if buffer.registered_group is None:
         return 0
     try:
-        return len(_newcomers(board_of(buffer.group)))
+        return len(_newcomers(board_of(buffer.registered_group)))
     except StoreLostError as error:
         raise TransportError(
             "waiting", buffer.rank, None, f"the store of the process group is lost ({error})"

@@ -185,7 +185,7 @@ def _agree(
     A rank raises its own errors after the exchange, so that no other rank waits for it. The third result is the number
     of the buffer on its group.
     """
-    rank, num_ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    rank, num_ranks = (0, 1) if group is None else (group.rank(), group.size())
     grid = RankGrid(rank, num_ranks, num_ranks_per_domain or num_ranks)
     mine = _vote(num_ranks_per_domain, asked)
     votes, number = [mine], 0

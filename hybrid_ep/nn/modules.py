@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_ep.buffers.v1 import Buffer
+from hybrid_ep.buffers.v1_handle import BufferHandle
 from hybrid_ep.checks import require, require_int
 from hybrid_ep.core.checks import require_traceable
-from hybrid_ep.engine.calls import DispatchHandle
 from hybrid_ep.nn.ops import hold, number_of
 
 __all__ = ["DispatchedTokens", "GroupedTokens", "MoECombine", "MoEDispatch", "MoEGroupedDispatch", "Route"]
@@ -205,7 +205,7 @@ class MoECombine(nn.Module):
         self.buffer = require_buffer(buffer)
         self._number = number_of(buffer)
 
-    def forward(self, x: Tensor, handle: Route | DispatchHandle) -> Tensor:
+    def forward(self, x: Tensor, handle: Route | BufferHandle) -> Tensor:
         """Brings the experts' rows back to their source tokens and sums them, without weighting.
 
         Args:
@@ -218,7 +218,7 @@ class MoECombine(nn.Module):
         Raises:
             ConfigError, TimeoutError, TransportError: as `Buffer.combine`.
         """
-        if isinstance(handle, DispatchHandle):
+        if isinstance(handle, BufferHandle):
             handle = Route(hold(handle), handle.num_tokens, handle.num_topk)
         require(isinstance(handle, Route), "handle", type(handle).__name__, "a handle that dispatch returned")
         require_traceable("x", x, dtypes=(torch.bfloat16,), shape=(None, None))

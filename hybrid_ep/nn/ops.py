@@ -23,12 +23,12 @@ from torch.autograd.function import once_differentiable
 from hybrid_ep.buffers.arguments import check_grid, check_rows, check_topk
 from hybrid_ep.buffers.collective import collective
 from hybrid_ep.buffers.v1 import Buffer
+from hybrid_ep.buffers.v1_handle import BufferHandle
 from hybrid_ep.checks import require
 from hybrid_ep.core.checks import packed, require_tensor
 from hybrid_ep.engine.calls import (
     Combined,
     CombineRequest,
-    DispatchHandle,
     DispatchRequest,
     PermuteHandle,
     Routing,
@@ -45,7 +45,7 @@ _buffer_numbers = itertools.count()
 class _Held(bytearray):
     """The memory of a handle's tensor, and the handle."""
 
-    handle: DispatchHandle | PermuteHandle
+    handle: BufferHandle | PermuteHandle
 
 
 _HELD: weakref.WeakValueDictionary[int, _Held] = weakref.WeakValueDictionary()
@@ -62,7 +62,7 @@ def number_of(buffer: Buffer) -> int:
     return number
 
 
-def hold(handle: DispatchHandle | PermuteHandle) -> Tensor:
+def hold(handle: BufferHandle | PermuteHandle) -> Tensor:
     """Returns ``[1]`` int64 on the CPU: the number of a handle, which lives as long as the tensor."""
     number = next(_handle_numbers)
     held = _Held(number.to_bytes(8, "little"))
@@ -71,7 +71,7 @@ def hold(handle: DispatchHandle | PermuteHandle) -> Tensor:
     return torch.frombuffer(held, dtype=torch.int64)
 
 
-def handle_of(token: Tensor) -> DispatchHandle | PermuteHandle:
+def handle_of(token: Tensor) -> BufferHandle | PermuteHandle:
     """Returns the handle whose number a tensor of `hold` has.
 
     Raises:

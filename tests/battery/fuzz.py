@@ -529,7 +529,7 @@ class _Run:
             ("recv_topk_idx", recv_idx),
             ("recv_topk_weights", None if recv_weights is None else recv_weights[:n]),
             ("counts", counts),
-            ("rank prefix", handle[0]),
+            ("rank prefix", handle.dispatch.rank_prefix_matrix),
         ]
 
     def _normal_along(self, buffer: Any, index: int, step: Step) -> Outcome:

@@ -45,7 +45,7 @@ def arguments_of(fmt: RowFormat | None, device: str) -> dict[str, object]:
     if isinstance(fmt, Nvfp4Format):
         return {"use_nvfp4": True, "use_ue8m0_for_sf": fmt.ue8m0, "x_global_scale": GLOBAL_SCALE.to(device)}
     if fmt is None:
-        return {"use_fp8": False}
+        return {"use_fp8": False, "x_global_scale": torch.ones(3)}  # which has no effect without NVFP4
     return {"use_fp8": True, "round_scale": fmt.round_scale, "use_ue8m0": fmt.ue8m0}
 
 

@@ -98,11 +98,13 @@ def check_round_trip(case: Case, device: str = "cpu") -> None:
             equal(recv_idx, reference.received_topk(rank), "recv_topk_idx")
             equal(recv_weights, expected_weights(case, rank), "recv_topk_weights")
             assert counts == [-(-n // alignment) * alignment for n in reference.tokens_per_expert(rank)]
-            equal(handle[0], sent.cumsum(0, dtype=torch.int32), "handle[0]")
+            saved = tuple(handle)
+            check_entries(case, rank, saved, sent.cumsum(0, dtype=torch.int32))
 
         y = returned(case, rank, rows).to(device)
-        combined, weights, _ = buffer.combine(y, handle, recv_weights)
+        combined, weights, _ = buffer.combine(y, saved, recv_weights)
         equal(combined, expected_combine(case, rank), "combined_x")
+        equal(buffer.dispatch(inputs.x, saved)[0], recv_x.cpu(), "along the handle's tensors")
         equal(weights, expected_weight_sum(case, rank), "combined_topk_weights")
         bias = row_of(case.seed, rank, 0, 0, case.hidden * case.tokens_of(rank)).view(-1, case.hidden)
         for biases in ((bias,), (bias, bias.neg() * 0.5)):
@@ -110,6 +112,25 @@ def check_round_trip(case: Case, device: str = "cpu") -> None:
             combined, none, _ = buffer.combine(y, handle, bias=on_device[0] if len(biases) == 1 else on_device)
             assert none is None
             equal(combined, expected_combine(case, rank, biases), f"combined_x with {len(biases)} biases")
+
+
+def check_entries(case: Case, rank: int, entries: tuple[Tensor, ...], sent_up_to: Tensor) -> None:
+    """The entries of a handle that have values, by their positions in one domain or between domains."""
+    per_domain, reference = case.per_domain, case.reference()
+    rows = reference.received(rank)
+    if per_domain == case.num_ranks:
+        assert len(entries) == 6
+        equal(entries[0], sent_up_to, "rank_prefix_matrix")
+        equal(entries[3], torch.tensor([token for _, token in rows], dtype=torch.int32), "recv_src_idx")
+        return
+    assert len(entries) == 10
+    equal(entries[-4], sent_up_to[:, rank], "recv_gbl_rank_prefix_sum")
+    first = rank // per_domain * per_domain
+    here = [set(reference.received(first + i)) for i in range(per_domain)]
+    meta = [
+        (src // per_domain, sum(1 << i for i in range(per_domain) if (src, token) in here[i])) for src, token in rows
+    ]
+    equal(entries[7].view(torch.int32), torch.tensor(meta, dtype=torch.int32).view(-1, 2), "recv_src_meta")
 
 
 def expected_combine(case: Case, rank: int, bias: tuple[Tensor, ...] = ()) -> Tensor:
@@ -148,6 +169,7 @@ def check_bound(case: Case, device: str = "cpu") -> None:
     bound = max(1, sum(case.tokens_of(r) for r in range(case.num_ranks)))
     with make_buffer(case) as buffer:
         recv_x, recv_idx, recv_weights, counts, handle, _ = dispatch(buffer, case, inputs, num_worst_tokens=bound)
+        assert (handle[3 if len(handle) == 6 else 7][len(rows) :].view(torch.int32) == -1).all()
         assert counts == []
         assert recv_x.shape == (bound, case.hidden)
         n = len(rows)
@@ -219,6 +241,18 @@ def check_nvfp4(case: Case, device: str = "cpu") -> None:
                     assert recv_scales.dtype == scales.dtype
                     equal(recv_scales[:n].view(torch.uint8), want_scales, "recv scales")
                     assert recv_scale is scale
+            # In words, with a scale of each row.
+            of_rows = [
+                torch.rand(case.tokens_of(r), 1, generator=torch.Generator().manual_seed(r))
+                for r in range(case.num_ranks)
+            ]
+            for scale in (of_rows[rank].to(device), of_rows[rank][:, 0].to(device)):
+                x = data.view(torch.int32), as_bytes.view(torch.int32), scale
+                recv_x, recv_scales, recv_scale = dispatch(buffer, case, inputs, x=x, num_worst_tokens=bound)[0]
+                equal(recv_x[:n].view(torch.uint8), want, "recv_x in words")
+                equal(recv_scales[:n].contiguous().view(torch.uint8), want_scales, "recv scales in words")
+                assert recv_scale.dim() == scale.dim()
+                equal(recv_scale[:n].view(-1, 1), gather_rows(case, rows, of_rows), "recv scale of each row")
 
 
 def check_two_buffers(case: Case, device: str = "cpu") -> None:

@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import torch
 import torch.distributed as dist
@@ -95,6 +95,36 @@ def check_megatron(backend: str) -> None:
     assert x.grad is not None
     factors = (inputs.topk_weights * (inputs.topk_idx + 1)).sum(1, keepdim=True).expand_as(x)
     torch.testing.assert_close(x.grad.float(), factors, rtol=2**-6, atol=2**-6)
+    assert probs.grad is not None
+    sums = inputs.x.float().sum(1, keepdim=True) * (inputs.topk_idx + 1)
+    torch.testing.assert_close(probs.grad.gather(1, inputs.topk_idx), sums, rtol=2**-5, atol=2**-3)
+
+
+def check_nemo(is_bounded: bool) -> None:
+    """Its functions for Hybrid-EP, with compact routing: indices beside dense probabilities, and their gradient."""
+    _import_from("nemo-automodel")
+    name = "nemo_automodel.components.moe.megatron.fused_a2a"
+    if name not in sys.modules:
+        file = ROOT / "nemo-automodel" / Path(*name.split(".")).with_suffix(".py")
+        sys.meta_path.insert(0, _Stubs("nemo_automodel", {name: file}))
+    module: Any = __import__(name, fromlist=["fused_a2a"])
+    rank, case = dist.get_rank(), _case()
+    inputs, num_local = case.inputs(rank), case.num_experts // case.num_ranks
+    probs = torch.zeros(len(inputs.x), case.num_experts).scatter_(1, inputs.topk_idx, inputs.topk_weights)
+    probs.requires_grad_()
+    x = inputs.x.clone().requires_grad_()
+    bound = case.max_tokens * case.num_ranks * case.topk if is_bounded else None
+    options = {"topk_idx": inputs.topk_idx.short(), "num_experts": case.num_experts}
+    with patch.object(torch.cuda, "synchronize"):  # which it calls after the first dispatch
+        rows, row_probs, _, counts, handle = module.hybrid_ep_dispatch(
+            x, None, probs, dist.group.WORLD, num_local, num_permuted_tokens=bound, **options
+        )
+    used = int(counts.sum())
+    y = _times_expert(rows[:used], counts.tolist(), row_probs[:used])
+    y = torch.cat([y, y.new_zeros(len(rows) - used, case.hidden)])
+    combined = module.hybrid_ep_combine(y, handle, num_permuted_tokens=bound)
+    torch.testing.assert_close(combined.double(), _dense(case, rank), rtol=2**-6, atol=2**-5)
+    combined.float().sum().backward()
     assert probs.grad is not None
     sums = inputs.x.float().sum(1, keepdim=True) * (inputs.topk_idx + 1)
     torch.testing.assert_close(probs.grad.gather(1, inputs.topk_idx), sums, rtol=2**-5, atol=2**-3)
@@ -447,3 +477,61 @@ def check_vllm_v2(is_decode: bool, is_async: bool) -> None:
         output = _finalized(made, inputs.x, y, weights, experts, is_async)
         torch.testing.assert_close(output.double(), _dense(case, rank), rtol=2**-6, atol=2**-5)
     buffer.destroy()
+
+
+def _transformers_experts(ep_implementation: str, meshes: tuple[Any, Any]) -> Any:
+    """The experts of a small Mixtral, split over the ranks, with the same values for every implementation."""
+    from transformers import MixtralConfig
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    case = _case()
+    config = MixtralConfig(
+        hidden_size=case.hidden, intermediate_size=64, num_local_experts=case.num_experts, num_experts_per_tok=3
+    )
+    config._experts_implementation = "eager"
+    block = MixtralSparseMoeBlock(config).to(torch.bfloat16)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.1, generator=generator)
+    plan = {"experts.gate_up_proj": "grouped_gemm", "experts.down_proj": "grouped_gemm"}
+    return apply_expert_parallelism(
+        block, *meshes, plan | {"experts": "ep_dispatch_experts"}, ep_implementation=ep_implementation
+    )
+
+
+def check_transformers(shares_batch: bool, merges_rows: bool, bound: int | None) -> None:
+    """Its mixture over `HybridEP` and its own all-to-all: ragged, with an empty rank, and with slices of a batch."""
+    path = str(ROOT / "transformers")
+    if path not in sys.path:
+        sys.path.append(path)  # behind this environment's packages
+    from hybrid_ep.integrations.transformers import HybridEP
+
+    HybridEP.merges_rows, HybridEP.max_tokens_per_rank = merges_rows, bound
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    sizes = (1, num_ranks) if shares_batch else (num_ranks, 1)
+    meshes = (
+        dist.init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("ep",))["ep"],
+        dist.init_device_mesh("cpu", sizes, mesh_dim_names=("fsdp", "tp"))["tp"],
+    )
+    ours, theirs = (_transformers_experts(name, meshes) for name in ("hybrid_ep", "all_to_all"))
+    for step, num_tokens in enumerate((13, 1, 0)):
+        num_tokens = num_tokens if shares_batch or rank == 0 else 5
+        generator = torch.Generator().manual_seed(step * num_ranks + (0 if shares_batch else rank))
+        x = torch.randn(1, num_tokens, _case().hidden, generator=generator).to(torch.bfloat16)
+        results = []
+        for block in (ours, theirs):
+            block.zero_grad()
+            leaf = x.clone().requires_grad_()
+            y = block(leaf)
+            y.square().sum().backward()
+            grads = [getattr(p.grad, "_local_tensor", p.grad) for p in block.parameters()]
+            results.append((y, leaf.grad, *(g for g in grads if g is not None)))
+        (y, *grads), (want, *want_grads) = results
+        if merges_rows:
+            torch.testing.assert_close(y, want, rtol=2**-6, atol=2**-6)
+        else:
+            assert torch.equal(y, want)
+        for grad, want_grad in zip(grads, want_grads, strict=True):
+            most = 2**-7 * want_grad.abs().max().item() if want_grad.numel() else 0.0
+            torch.testing.assert_close(grad.float(), want_grad.float(), rtol=2**-6, atol=most)

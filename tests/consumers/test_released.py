@@ -21,6 +21,12 @@ def test_megatron_core(run_ranks: RunRanks, backend: str) -> None:
     run_ranks(2, released.check_megatron, backend)
 
 
+@pytest.mark.parametrize("is_bounded", [False, True], ids=["exact", "bounded"])
+def test_nemo(run_ranks: RunRanks, is_bounded: bool) -> None:
+    _require("nemo-automodel")
+    run_ranks(2, released.check_nemo, is_bounded)
+
+
 @pytest.mark.parametrize("is_decode", [False, True], ids=["prefill", "decode"])
 def test_sglang(run_ranks: RunRanks, is_decode: bool) -> None:
     _require("sglang")
@@ -58,3 +64,12 @@ def test_vllm(run_ranks: RunRanks, check: Callable[..., None], is_async: bool) -
 def test_vllm_v2(run_ranks: RunRanks, is_decode: bool, is_async: bool) -> None:
     _require("vllm")
     run_ranks(2, released.check_vllm_v2, is_decode, is_async)
+
+
+@pytest.mark.parametrize(
+    ("merges_rows", "bound"), [(False, None), (True, None), (False, 16)], ids=["pairs", "merged", "bounded"]
+)
+@pytest.mark.parametrize("shares_batch", [False, True], ids=["own_batches", "slices"])
+def test_transformers(run_ranks: RunRanks, shares_batch: bool, merges_rows: bool, bound: int | None) -> None:
+    _require("transformers")
+    run_ranks(2, released.check_transformers, shares_batch, merges_rows, bound)

@@ -174,13 +174,13 @@ def check_kept_handles() -> None:
             result = dispatch(buffer, sent, rank, num_worst_tokens=bound, async_finish=seed % 3 == 1)
             result[5].current_stream_wait()
             check_received(result, sent, rank, f"seed {seed}", bound)
-            kept.append((sent, result[4], result[4][0].clone(), result[2].clone()))
+            kept.append((sent, result[4], result[4].dispatch.rank_prefix_matrix.clone(), result[2].clone()))
             del result
         for sent, handle, prefix, weights in kept:
             again, *_ = buffer.dispatch(sent.x[rank], handle=handle)
             combined, home, _ = buffer.combine(again, handle, weights)
             check_returned(combined, home, sent, rank, "a kept handle")
-            assert torch.equal(handle[0], prefix)
+            assert torch.equal(handle.dispatch.rank_prefix_matrix, prefix)
 
 
 def check_other_streams() -> None:
@@ -340,7 +340,7 @@ def check_captured_streams() -> None:
             graph.replay()
             sent = static._replace(x=drawn.x)
             check_received(result, sent, rank, f"replay {seed}", bound)
-            num_recv = int(handle[0][-1, rank])
+            num_recv = int(handle.dispatch.rank_prefix_matrix[-1, rank])
             assert torch.equal(again[:num_recv], result[0][:num_recv]), f"replay {seed}"
             check_returned(combined, home, sent, rank, f"replay {seed}")
 

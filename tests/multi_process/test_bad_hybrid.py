@@ -14,7 +14,6 @@ from tests.multi_process.small_calls import BF16, TOPK, WEIGHTS, E, H, T, X
 
 HYBRID: dict[str, tuple[dict[str, Any], str]] = {
     "no routing": ({}, "neither of topk_idx and routing_map"),
-    "two routings": ({"topk_idx": TOPK, "routing_map": torch.ones(T, E).bool()}, "both of topk_idx and routing_map"),
     "map is a list": ({"routing_map": [[True]]}, "routing_map is list"),
     "map has no dimension": ({"routing_map": torch.tensor(True)}, r"routing_map.shape is \[\]"),
     "device of topk_idx": ({"topk_idx": TOPK.to("meta")}, "topk_idx.device is meta; allowed: cpu"),
@@ -24,7 +23,8 @@ HYBRID: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "map dtype": ({"routing_map": torch.ones(T, E)}, "routing_map.dtype is torch.float32"),
     "map shape": ({"routing_map": torch.ones(4, E).bool()}, r"routing_map.shape is \[4, 8\]"),
-    "probs with indices": ({"topk_idx": TOPK, "probs": WEIGHTS}, "probs is given with topk_idx"),
+    "probs of columns": ({"topk_idx": TOPK, "probs": WEIGHTS}, r"probs.shape is \[6, 2\]; allowed: \[6, 8\]"),
+    "dense routing": ({"topk_idx": TOPK, "dense_routing": "no"}, "dense_routing is 'no'; allowed: True or False"),
     "weights with a map": (
         {"routing_map": torch.ones(T, E).bool(), "topk_weights": WEIGHTS},
         r"topk_weights is given with routing_map; allowed: None \(give probs\)",

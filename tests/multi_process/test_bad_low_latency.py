@@ -41,10 +41,6 @@ LOW_LATENCY: dict[str, tuple[Bad, str]] = {
         lambda b: b.low_latency_dispatch(X, TOPK, 8, E, use_nvfp4=True, x_global_scale=torch.tensor(torch.inf)),
         "x_global_scale is inf; allowed: a positive, finite number",
     ),
-    "low latency: a global scale of nothing": (
-        lambda b: b.low_latency_dispatch(X, TOPK, 8, E, x_global_scale=torch.ones(1)),
-        "x_global_scale is given; allowed: None without use_nvfp4",
-    ),
     "low latency: use_fp8": (
         lambda b: (b.low_latency_dispatch(X, TOPK, 8, E), b.low_latency_dispatch(X, TOPK, 8, E, use_fp8=2)),  # type: ignore[arg-type]
         "use_fp8 is 2; allowed: True or False",

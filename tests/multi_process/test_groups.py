@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from datetime import timedelta
 from multiprocessing.synchronize import Barrier
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid_ep import Buffer, ConfigError, HybridEPBuffer
+from hybrid_ep import Buffer, ConfigError, HybridEPBuffer, TransportError
 from tests.conftest import RunRanks
 
 
@@ -57,6 +58,80 @@ def test_a_single_rank_needs_no_process_group() -> None:
         assert torch.equal(home.float(), 2 * x.float())
 
 
+class _Wrapper(dist.ProcessGroup):
+    """A group that is destroyed and made again under one object, as programs of reinforcement learning have."""
+
+    def __init__(self, ranks: list[int]) -> None:
+        self.ranks, self.inner = ranks, dist.new_group(ranks)
+        super().__init__(self.inner.rank(), self.inner.size())
+
+    def rank(self) -> int:
+        return self.inner.rank()
+
+    def size(self) -> int:
+        return self.inner.size()
+
+    def allgather(self, *tensors: Any, **options: Any) -> Any:
+        return self.inner.allgather(*tensors, **options)
+
+    def destroy(self) -> None:
+        dist.destroy_process_group(self.inner)
+        del self.inner
+
+
+def _on_a_wrapper() -> str:
+    """A buffer lives on when its group is destroyed and made again; a second one is made on the new group."""
+    group = _Wrapper([1, 0])
+    with Buffer(group) as buffer:
+        assert (buffer.group, buffer.rank, buffer.group_size) == (group, group.rank(), 2)
+        assert _round_trip(buffer)
+        group.destroy()
+        assert _round_trip(buffer)
+        group.inner = dist.new_group(group.ranks)
+        with HybridEPBuffer(group, 16, 5, 1) as second:
+            assert second.registered_group is buffer.registered_group
+        assert _round_trip(buffer)
+    lonely, told = _Wrapper([0, 1]), ""
+    if dist.get_rank() == 0:
+        with pytest.raises(TransportError) as error:
+            Buffer(lonely, timeout_s=1)
+        told = str(error.value)
+    dist.barrier()
+    return told
+
+
+def test_a_group_that_is_wrapped(run_ranks: RunRanks) -> None:
+    told, _ = run_ranks(2, _on_a_wrapper)
+    assert "gathering among the 2 ranks of a group" in told
+    assert "within 1 s" in told
+
+
+def _without_registry(rank: int, port: int, results: Any) -> None:
+    """A group that torch's registry does not know, in a process that has no other."""
+    store = dist.PrefixStore("stateless", dist.TCPStore("127.0.0.1", port, 2, is_master=False))
+    group = dist.ProcessGroup(store, rank, 2)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    backend = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30))
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    with Buffer(group) as buffer, Buffer(group, num_ranks_per_domain=1) as second:
+        results[rank] = _round_trip(buffer) and _round_trip(second)
+    assert not dist.is_initialized()
+
+
+def test_a_group_outside_of_the_registry() -> None:
+    context = multiprocessing.get_context("forkserver")
+    store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    with context.Manager() as manager:
+        results = manager.dict()
+        processes = [context.Process(target=_without_registry, args=(rank, store.port, results)) for rank in range(2)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(60)
+        assert [process.exitcode for process in processes] == [0, 0]
+        assert dict(results) == {0: True, 1: True}
+
+
 class _Communicator:
     """The three methods of an mpi4py communicator that are used, between processes of this machine."""
 
@@ -75,9 +150,6 @@ class _Communicator:
         self._shared[self._round, self._rank] = value
         self._barrier.wait(60)
         return [self._shared[self._round, rank] for rank in range(self._size)]
-
-    def bcast(self, value: Any, root: int) -> Any:
-        return self.allgather(value)[root]
 
 
 def _over_communicator(rank: int, size: int, shared: Any, barrier: Barrier, results: Any) -> None:

@@ -39,9 +39,7 @@ AGAINST_A_HANDLE: dict[str, tuple[dict[str, Any], str]] = {
     "another map": ({"routing_map": ~MAP}, ANOTHER_ROUTING),
     "fewer indices": ({"topk_idx": TOPK[:4]}, "rows of topk_idx is 4; allowed: 6, as with this handle"),
     "a narrow map": ({"routing_map": MAP[:, :4]}, r"routing_map.shape is \[6, 4\]; allowed: \[6, 8\]"),
-    "two routings": ({"topk_idx": TOPK, "routing_map": MAP}, "both of topk_idx and routing_map"),
     "weights with a map": ({"routing_map": MAP, "topk_weights": WEIGHTS}, "topk_weights is given with routing_map"),
-    "probs with indices": ({"topk_idx": TOPK, "probs": PROBS}, "probs is given with topk_idx"),
     "other experts": ({"num_of_experts": 16}, "num_of_experts is 16; allowed: 8, as with this handle"),
     "other experts per rank": (
         {"num_of_experts_per_rank": 4},
@@ -70,8 +68,10 @@ def test_what_contradicts_the_handle_of_a_hybrid_dispatch(hybrid: HybridEPBuffer
         {"topk_idx": TOPK, "topk_weights": WEIGHTS, "num_of_experts": E},
         {"topk_idx": TOPK.flip(1), "topk_weights": WEIGHTS.flip(1)},
         {"routing_map": MAP, "probs": PROBS},
+        {"topk_idx": TOPK.short(), "probs": PROBS},
+        {"topk_idx": TOPK.flip(0), "routing_map": MAP, "probs": PROBS},
     ],
-    ids=["same_indices", "indices_in_another_order", "map"],
+    ids=["same_indices", "indices_in_another_order", "map", "short_indices_and_probs", "map_before_indices"],
 )
 def test_a_routing_given_again_with_its_handle(hybrid: HybridEPBuffer, call: str, again: dict[str, Any]) -> None:
     """The peer's benchmark hands in the routing along with the handle that was made of it."""
@@ -79,6 +79,22 @@ def test_a_routing_given_again_with_its_handle(hybrid: HybridEPBuffer, call: str
     same_hidden, same_probs, *_ = getattr(hybrid, call)(hidden=X, handle=handle, **again)
     assert torch.equal(same_hidden, hidden)
     assert torch.equal(same_probs, probs)
+
+
+@pytest.mark.parametrize("call", HYBRID_CALLS)
+def test_short_indices_with_probs(hybrid: HybridEPBuffer, call: str) -> None:
+    """Compact routing sends top-k indices, and has a gradient of dense probabilities."""
+    combine = hybrid.combine if call == "dispatch" else hybrid.combine_with_unpermute
+    topk_idx, probs = TOPK.masked_fill(TOPK == 3, -1), PROBS.masked_fill(torch.arange(E) == 3, 0.0)
+    weights = WEIGHTS.masked_fill(topk_idx < 0, 0.0)
+    want = getattr(hybrid, call)(hidden=X, topk_idx=topk_idx, topk_weights=weights, num_of_experts=E)
+    for routing in ({"topk_idx": topk_idx.short()}, {"topk_idx": TOPK, "routing_map": MAP & (torch.arange(E) != 3)}):
+        found = getattr(hybrid, call)(hidden=X, **routing, probs=probs, num_of_experts=E)
+        for one, other in zip(found[:2], want[:2], strict=True):
+            assert torch.equal(one, other)
+        rows, back = combine(hidden=found[0], probs=found[1], handle=found[-1])
+        assert rows.shape == X.shape
+        assert torch.equal(back, probs)
 
 
 def test_a_non_blocking_call_with_a_handle_has_its_counts_as_without(hybrid: HybridEPBuffer) -> None:

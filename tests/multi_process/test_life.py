@@ -229,7 +229,7 @@ def test_handles_are_copied_and_not_pickled() -> None:
         )
         handle_of_rows = hybrid.dispatch(hidden=x, topk_idx=topk_idx, topk_weights=weights, num_of_experts=2)[3]
         handles = (normal_handle, latency_handle, permute_handle, handle_of_rows, permute_handle.permute)
-        names = ("DispatchHandle", "LowLatencyHandle", "PermutedHandle", "HybridHandle", "PermuteHandle")
+        names = ("BufferHandle", "LowLatencyHandle", "PermutedHandle", "HybridHandle", "PermuteHandle")
         for handle, name in zip(handles, names, strict=True):
             for protocol in (0, pickle.HIGHEST_PROTOCOL):
                 refusal = f"^{name} cannot be pickled; allowed: the process that dispatched$"

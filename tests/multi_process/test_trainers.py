@@ -215,7 +215,7 @@ def test_a_handle_of_the_buffer_combines() -> None:
         recv_x, _, _, _, handle, _ = buffer.dispatch(
             x, None, per_rank, None, in_rank, per_expert, topk_idx, torch.ones(4, 1)
         )
-        assert isinstance(handle, hybrid_ep.engine.calls.DispatchHandle)
+        assert isinstance(handle, hybrid_ep.BufferHandle)
         assert torch.equal(MoECombine(buffer)(recv_x, handle), x)
 
 

@@ -19,7 +19,7 @@ COMPAT = Path(__file__).resolve().parents[2] / "compat" / "deep_ep"
 def deep_ep(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(COMPAT)
     yield importlib.import_module("deep_ep")
-    for name in [name for name in sys.modules if name.split(".")[0] == "deep_ep"]:
+    for name in [name for name in sys.modules if name.split(".")[0].startswith("deep_ep")]:
         del sys.modules[name]
 
 
@@ -28,9 +28,18 @@ def test_its_names_are_ours(deep_ep: ModuleType) -> None:
         assert getattr(deep_ep, name) is getattr(hybrid_ep, name)
 
 
-@pytest.mark.parametrize("module", ["buffer", "utils", "utils.event", "hybrid_ep_buffer"])
-def test_its_modules_have_our_names(deep_ep: ModuleType, module: str) -> None:
-    found = importlib.import_module(f"{deep_ep.__name__}.{module}")
+MODULES = [
+    *(f"deep_ep.{name}" for name in ("buffer", "utils", "utils.event", "hybrid_ep_buffer")),
+    *(f"deep_ep.buffers.{name}" for name in ("legacy", "elastic", "ep", "allocator")),
+    "deep_ep_cpp",
+    "deep_ep_v25",
+]
+
+
+@pytest.mark.usefixtures("deep_ep")
+@pytest.mark.parametrize("module", MODULES)
+def test_its_modules_have_our_names(module: str) -> None:
+    found = importlib.import_module(module)
     home = importlib.import_module("hybrid_ep.core.layout")
     for name in found.__all__:
         assert getattr(found, name) is getattr(hybrid_ep, name, getattr(home, name, None))

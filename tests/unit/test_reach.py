@@ -56,12 +56,12 @@ def test_a_public_name_has_an_example_that_runs(name: str) -> None:
 TYPED = """
 from typing import assert_type
 import hybrid_ep
-from hybrid_ep import DispatchHandle, EventOverlap, LowLatencyHandle, PermuteHandle
+from hybrid_ep import BufferHandle, EventOverlap, LowLatencyHandle, PermuteHandle
 from torch import Tensor
 
-def calls(buffer: hybrid_ep.Buffer, x: Tensor, handle: DispatchHandle, some: Tensor | None) -> None:
+def calls(buffer: hybrid_ep.Buffer, x: Tensor, handle: BufferHandle, some: Tensor | None) -> None:
     rows = buffer.dispatch(x, topk_idx=x, topk_weights=x, num_worst_tokens=4)
-    assert_type(rows, tuple[Tensor, Tensor, Tensor, list[int], DispatchHandle, EventOverlap])
+    assert_type(rows, tuple[Tensor, Tensor, Tensor, list[int], BufferHandle, EventOverlap])
     pair = buffer.dispatch((x, x), topk_idx=x)
     assert_type(pair[0], tuple[Tensor, Tensor])
     assert_type(pair[2], None)

@@ -281,6 +281,7 @@ def test_positional_arguments(function: Any, expected: dict[str, Any]) -> None:
             | {
                 "non_blocking": False,
                 "fuse_permute_dispatch": False,
+                "dense_routing": False,
                 "num_dispatched_tokens": NONE,
                 "use_host_meta": NONE,
             },
