@@ -11,22 +11,6 @@ from pathlib import Path
 from hybrid_ep import env
 from hybrid_ep.errors import ConfigError
 
-__all__ = [
-    "CHANNELS_PER_SCALE",
-    "MAX_BYTES",
-    "MAX_INT",
-    "MAX_TOPK",
-    "require",
-    "require_bool",
-    "require_bools",
-    "require_instance",
-    "require_int",
-    "require_number",
-    "require_path",
-    "require_seconds",
-    "unsupported",
-]
-
 MAX_TOPK = 32
 MAX_INT = 2**31 - 1  # what kernels count with
 MAX_BYTES = 2**63 - 1

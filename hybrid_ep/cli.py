@@ -21,8 +21,6 @@ from hybrid_ep._version import __version__
 from hybrid_ep.errors import ConfigError, HybridEPError
 from hybrid_ep.packages import explain
 
-__all__ = ["main"]
-
 # Subcommand → (module, attribute, one line of help). The help stands here so that listing the commands imports none.
 COMMANDS = {
     "demo": ("hybrid_ep.demo.command", "demo", "Run dispatch → experts → combine on a virtual cluster, and check it."),

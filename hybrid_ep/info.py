@@ -24,8 +24,6 @@ from hybrid_ep._version import __version__
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.watched import Unreadable, Watched
 
-__all__ = ["Info", "collect", "env_table", "info"]
-
 _LIMIT_S = 30.0  # for torch to be imported, and for CUDA to answer
 _DISTRIBUTIONS = ("numpy", "click", "rich", "matplotlib", "nvidia-ml-py", "mpi4py")
 

@@ -11,8 +11,6 @@ from typing import Any
 
 import click
 
-__all__ = ["Seconds", "read_input", "read_json_input"]
-
 _MOST_BYTES = 64 << 20
 
 

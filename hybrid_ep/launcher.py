@@ -7,8 +7,6 @@ from typing import NamedTuple
 from hybrid_ep import env
 from hybrid_ep.errors import ConfigError
 
-__all__ = ["Launcher", "find_launcher"]
-
 
 class Launcher(NamedTuple):
     """The rank of this process in a group that a launcher has started.

@@ -10,8 +10,6 @@ from typing import Any
 
 import click
 
-__all__ = ["OutputFile", "OutputFolder", "RegularFile"]
-
 
 def _obstacle(path: Path, *, is_folder: bool) -> str | None:
     """Returns why a file or folder could not be written there, or None."""

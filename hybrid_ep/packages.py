@@ -6,8 +6,6 @@ import importlib.util
 
 from hybrid_ep.errors import ConfigError
 
-__all__ = ["explain", "require_package"]
-
 # Module → the distribution that brings it, and the extra of hybrid-ep that does; none where hybrid-ep itself needs it.
 _BROUGHT_BY = {
     "torch": ("torch", ""),

@@ -19,8 +19,6 @@ from typing import Any, Generic, TypeVar
 
 from hybrid_ep.errors import HybridEPError
 
-__all__ = ["LIMIT_S", "Unreadable", "Watched"]
-
 S = TypeVar("S")
 T = TypeVar("T")
 LIMIT_S = 5.0  # for one source to answer

@@ -8,17 +8,6 @@ from dataclasses import dataclass
 
 from hybrid_ep.checks import CHANNELS_PER_SCALE, MAX_TOPK, require, require_int
 
-__all__ = [
-    "DTYPES",
-    "HOT_SHARE",
-    "ROUTINGS",
-    "SKEWS_PER_EXPONENT",
-    "ZIPF_EXPONENT",
-    "Workload",
-    "default_workload_sizes",
-    "log_popularity",
-]
-
 DTYPES = ("bf16", "fp8")
 ROUTINGS = ("uniform", "skewed", "hot")
 ZIPF_EXPONENT = 0.6

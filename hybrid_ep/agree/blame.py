@@ -24,8 +24,6 @@ from typing import TypeVar
 from hybrid_ep.agree.board import Board, StoreLostError
 from hybrid_ep.errors import TransportError
 
-__all__ = ["Blame", "blamed"]
-
 _E = TypeVar("_E", bound=TransportError)
 
 _GRACE_S = 1.0  # how long to look for a new note of a rank

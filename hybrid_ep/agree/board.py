@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-__all__ = ["Board", "StoreLostError"]
-
 T = TypeVar("T")
 # The boards that `assign` has given to groups. The key is the group itself, because a later group may have the same
 # name.

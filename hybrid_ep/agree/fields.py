@@ -16,21 +16,6 @@ import torch
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.quantize import Nvfp4Format, RowFormat
 
-__all__ = [
-    "ABSENT",
-    "CALLS",
-    "DTYPES",
-    "FIELDS",
-    "disagreement",
-    "dtype_code",
-    "encode",
-    "first_difference",
-    "first_refusal",
-    "format_code",
-    "require_agreement",
-    "too_many_tokens",
-]
-
 ABSENT = -1
 
 # Kinds of calls, by the names that users know. A header holds the index.

@@ -24,8 +24,6 @@ from hybrid_ep.agree.board import Board, StoreLostError
 from hybrid_ep.agree.within import UnfinishedError, run_within
 from hybrid_ep.errors import TransportError
 
-__all__ = ["connect", "numbers_of_strangers", "registered", "store_among"]
-
 _MORE_S = 0.5  # for gloo to report by itself that it could not connect
 _STRANGERS = 1 << 20  # numbers, in this process, of ranks that are not in its default group
 # What `registered` has made. The key is the group itself, because it may have no name.

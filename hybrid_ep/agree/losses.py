@@ -11,8 +11,6 @@ from __future__ import annotations
 from hybrid_ep.agree.board import Board, StoreLostError
 from hybrid_ep.errors import TransportError
 
-__all__ = ["LossLog", "Losses"]
-
 
 class LossLog:
     """One log, as far as this rank has read it.

@@ -11,8 +11,6 @@ import contextlib
 from hybrid_ep.agree.board import Board, StoreLostError
 from hybrid_ep.errors import ConfigError
 
-__all__ = ["Refusals", "at_rank"]
-
 _ALLOWED = "; allowed"  # in the text of a ConfigError: what was given is before it
 
 

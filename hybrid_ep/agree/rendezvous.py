@@ -20,8 +20,6 @@ from hybrid_ep.errors import TimeoutError, TransportError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["Rendezvous", "exchange", "meet", "refuse", "rendezvous"]
-
 _FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.05
 _READ_S = 2.0  # that a rank waits until the others have read an outcome; they look for it every 50 ms
 _LATE = "the other ranks have given up on this one, which was late"

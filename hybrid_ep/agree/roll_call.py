@@ -17,8 +17,6 @@ from hybrid_ep.agree.group import connect
 from hybrid_ep.agree.rendezvous import meet
 from hybrid_ep.errors import TimeoutError, TransportError
 
-__all__ = ["MIN_TIMEOUT_S", "RollCall", "gather_all", "roll_call_among"]
-
 MIN_TIMEOUT_S = 1.0  # processes that start together are some milliseconds apart
 
 

@@ -9,8 +9,6 @@ from typing import TypeVar
 
 from hybrid_ep import _C
 
-__all__ = ["UnfinishedError", "run_within"]
-
 T = TypeVar("T")
 
 _ends = threading.Event()

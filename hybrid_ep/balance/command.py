@@ -13,8 +13,6 @@ from hybrid_ep.balance.monitor import load_trace
 from hybrid_ep.balance.policies import COLUMNS, Outcome, Question, judge_policies, table_rows
 from hybrid_ep.outputs import OutputFile, OutputFolder
 
-__all__ = ["balance"]
-
 
 @click.command(context_settings={"show_default": True})
 @click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))

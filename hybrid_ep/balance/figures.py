@@ -8,8 +8,6 @@ from hybrid_ep.report.charts import BLUE, GREY, PALETTE, VERMILION, Picture, new
 from hybrid_ep.report.page import Page
 from hybrid_ep.report.tables import Cell, DataTable
 
-__all__ = ["draw_all", "render_page"]
-
 
 def draw_all(outcomes: list[Outcome]) -> list[Picture]:
     """Draws load per rank for each policy, and balancedness over the windows."""

@@ -20,8 +20,6 @@ from hybrid_ep.buffers.hybrid import HybridEPBuffer
 from hybrid_ep.buffers.hybrid_handles import PermutedHandle
 from hybrid_ep.checks import require
 
-__all__ = ["GroupedRows", "dispatch_online"]
-
 
 class GroupedRows(NamedTuple):
     """Result of `dispatch_online`.

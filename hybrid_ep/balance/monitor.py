@@ -26,8 +26,6 @@ from hybrid_ep.core.checks import require_device, require_tensor
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.inputs import read_json_input
 
-__all__ = ["LoadMonitor", "load_trace", "save_trace"]
-
 _TRACE_FORMAT = "hybrid_ep.LoadTrace/1"
 
 

@@ -22,8 +22,6 @@ from hybrid_ep.balance.placement import ExpertPlacement
 from hybrid_ep.balance.rebalance import Floats, Ints
 from hybrid_ep.checks import require, require_instance, require_int
 
-__all__ = ["NextPlacement", "next_placement"]
-
 _SPREAD_WEIGHT = 1e-3  # what the spread of the other ranks counts beside the largest load
 _LEAST_GAIN = 1e-6  # of the mean load
 

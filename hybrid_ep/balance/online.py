@@ -27,8 +27,6 @@ from hybrid_ep.checks import require, require_int
 from hybrid_ep.core import kernels
 from hybrid_ep.core.checks import packed, require_expert_indices, require_tensor, require_traceable
 
-__all__ = ["OnlinePlan", "map_online", "plan_online", "require_tolerance"]
-
 _NUM_MAXIMA = 32
 _MAX_TOLERANCE = 1e6
 

@@ -29,8 +29,6 @@ from hybrid_ep.core import kernels
 from hybrid_ep.core.checks import packed, require_device, require_expert_indices, require_tensor
 from hybrid_ep.errors import ConfigError
 
-__all__ = ["DevicePlacement", "ExpertPlacement", "balancedness"]
-
 _FORMAT = "hybrid_ep.ExpertPlacement/1"
 # 2³² × the golden ratio and 2³² × √2, modulo 2³²: multiples of them fall evenly into an interval
 # (source: Knuth, The Art of Computer Programming, volume 3, section 6.4).

@@ -17,8 +17,6 @@ from hybrid_ep.balance.moves import next_placement
 from hybrid_ep.balance.placement import ExpertPlacement, balancedness
 from hybrid_ep.checks import require, require_int
 
-__all__ = ["COLUMNS", "Outcome", "Question", "judge_policies", "table_rows"]
-
 COLUMNS = ("policy", "balancedness, mean", "worst layer", "largest load / mean, worst", "moves of a layer and window")
 
 

@@ -24,8 +24,6 @@ from torch import Tensor
 from hybrid_ep.checks import require, require_int
 from hybrid_ep.errors import ConfigError
 
-__all__ = ["gpu_loads", "inverse_map", "rebalance_experts", "require_loads"]
-
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 

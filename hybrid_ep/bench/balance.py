@@ -26,8 +26,6 @@ from hybrid_ep.nn.experts import Experts
 from hybrid_ep.nn.layer import MoELayer
 from hybrid_ep.testing.batch import Batch, make_batch, make_routing
 
-__all__ = ["POLICIES", "measure_balance"]
-
 _TOLERANCES = {"online": 0.0, "online, 5 %": 0.05}  # by policy: how far a rank may be above the mean
 POLICIES = ("none", "placement", *_TOLERANCES)
 _NUM_SPARE = 2

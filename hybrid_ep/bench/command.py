@@ -24,8 +24,6 @@ from hybrid_ep.outputs import OutputFolder
 from hybrid_ep.packages import require_package
 from hybrid_ep.workload import DTYPES, ROUTINGS, SKEWS_PER_EXPONENT, ZIPF_EXPONENT, Workload, default_workload_sizes
 
-__all__ = ["bench", "measure_with_progress", "print_to_terminal", "write_document"]
-
 LINK = "link"
 _DEFAULT_RANKS_ON_CPU = 4
 _LOG_WIDTH = 200

@@ -19,8 +19,6 @@ from hybrid_ep.quantize import cast_from_fp8, cast_to_fp8
 from hybrid_ep.testing.batch import Batch, make_batch
 from hybrid_ep.workload import Workload
 
-__all__ = ["check_combined", "check_received", "expert_factor"]
-
 _BF16_UNIT = 2.0**-8
 _MOST_ROUNDINGS = 4  # an expert's row, a rank's sum, a domain's sum, the result
 _NUM_KEY_CHANNELS = 16

@@ -16,8 +16,6 @@ from hybrid_ep.bench.results import WIRE, BenchReport, BenchResult, Operation, O
 from hybrid_ep.report.charts import GREY, PALETTE, Picture, label_bars, new_figure, theme, to_png
 from hybrid_ep.workload import SKEWS_PER_EXPONENT
 
-__all__ = ["draw"]
-
 _FORMS = ("", ": graph", ": graph of 20", ": send", ": receive")
 _STYLES = ("-", "--", ":", "-.")
 _Point = tuple[float, float]

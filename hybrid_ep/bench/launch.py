@@ -21,8 +21,6 @@ from hybrid_ep.bench.wire import measure_wire
 from hybrid_ep.launcher import Launcher
 from hybrid_ep.testing.cluster import VirtualCluster
 
-__all__ = ["Run", "measure_all", "open_ranks"]
-
 Run = Callable[..., list[Any]]
 
 

@@ -24,8 +24,6 @@ from hybrid_ep.transport import Ring, open_link
 if TYPE_CHECKING:
     from hybrid_ep.bench.launch import Run
 
-__all__ = ["LinkFigures", "LinkReport", "measure_link", "print_link_report", "run_link_bench"]
-
 ROWS_PER_CHUNK = 16
 _ALIGN_BYTES = 128
 _NUM_SLOTS, _SLOTS_PER_CREDIT = 16, 4

@@ -14,8 +14,6 @@ import torch
 from hybrid_ep._version import __version__
 from hybrid_ep.topology import probe
 
-__all__ = ["command_line", "device_name", "rank_device", "versions"]
-
 
 def rank_device(device: str) -> torch.device:
     """This rank's GPU, or the CPU."""

@@ -22,8 +22,6 @@ from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.layout import compute_layout
 from hybrid_ep.testing.batch import make_batch
 
-__all__ = ["RankMeasurement", "RowCounts", "anywhere", "count_crossings", "count_rows", "measure", "owners"]
-
 
 @dataclass(frozen=True)
 class RankMeasurement:

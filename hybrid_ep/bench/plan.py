@@ -7,15 +7,6 @@ from dataclasses import dataclass
 from hybrid_ep.checks import require, require_int
 from hybrid_ep.workload import Workload
 
-__all__ = [
-    "BALANCE",
-    "CALLS",
-    "MODES",
-    "BenchPlan",
-    "Candidate",
-    "call_of",
-]
-
 BALANCE = "balance"
 MODES = ("normal", "permute", "low-latency", BALANCE)
 CALLS = ("dispatch", "combine")

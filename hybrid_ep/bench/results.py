@@ -17,20 +17,6 @@ from hybrid_ep.bench.timing import Times
 from hybrid_ep.bench.wire import RankWire, compared_sms
 from hybrid_ep.workload import SKEWS_PER_EXPONENT
 
-__all__ = [
-    "WIRE",
-    "BenchReport",
-    "BenchResult",
-    "Operation",
-    "Outcome",
-    "document_text",
-    "percentile",
-    "rail_metrics",
-    "settings",
-    "summarize",
-    "varying",
-]
-
 WIRE = "the wire alone"
 _FABRIC_METRICS = {
     "dispatch": "fabric dispatch",

@@ -28,20 +28,6 @@ from hybrid_ep.errors import ConfigError
 from hybrid_ep.quantize import cast_from_fp8, cast_to_fp8
 from hybrid_ep.testing.batch import Batch
 
-__all__ = [
-    "BASELINE",
-    "OWN",
-    "AllToAllSubject",
-    "LowLatencySubject",
-    "NormalSubject",
-    "PermuteSubject",
-    "Received",
-    "Subject",
-    "as_float32",
-    "open_subject",
-    "require_known",
-]
-
 BASELINE = "torch-nccl"
 OWN = "hybrid_ep"
 _CALLS_OF_A_GRAPH = 20

@@ -13,8 +13,6 @@ from hybrid_ep.bench.subjects import OWN
 from hybrid_ep.report.tables import NOTHING, DataTable
 from hybrid_ep.report.units import format_bytes, unit_of_microseconds
 
-__all__ = ["print_report", "render_markdown"]
-
 _TEXT_COLUMNS = ("implementation", "engine", "SMs", "operation")
 _NUMBER_COLUMNS = (
     "median",

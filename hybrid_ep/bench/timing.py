@@ -32,17 +32,6 @@ import torch.distributed as dist
 
 from hybrid_ep.errors import TimeoutError
 
-__all__ = [
-    "Holding",
-    "HostBarrier",
-    "Times",
-    "time_calls",
-    "time_floor",
-    "time_host",
-    "time_host_floor",
-    "time_until_done",
-]
-
 _FLUSH_BYTES = 1 << 30  # several times any L2 cache; overwriting it takes a GPU of 4 TB/s about 0.3 ms
 _NUM_FLUSHES = 3  # so that the first call of a round too is queued before its turn comes, also by a slow host
 _NUM_ROWS = 48  # of calls in a row

@@ -28,8 +28,6 @@ from hybrid_ep.engine.select import choose_engine
 from hybrid_ep.errors import TopologyError
 from hybrid_ep.testing.batch import make_routing
 
-__all__ = ["Push", "RankWire", "compared_sms", "make_dst_rows", "measure_wire"]
-
 # The default of the cuda engine, except for a dispatch of 7 and more ranks (csrc/runtime/sm_model.cpp).
 _DEFAULT_SMS = 16
 _LOW_LATENCY_SMS = 32  # low-latency calls take as many as they like; more do not make a push faster

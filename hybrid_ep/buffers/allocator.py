@@ -10,8 +10,6 @@ from torch import Tensor
 from hybrid_ep.buffers.base import BaseBuffer
 from hybrid_ep.checks import require, require_int
 
-__all__ = ["BufferAllocator"]
-
 _ALIGNMENT_BYTES = 128
 
 

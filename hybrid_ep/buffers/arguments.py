@@ -23,22 +23,6 @@ from hybrid_ep.core.layout import map_to_indices, widest_token
 from hybrid_ep.engine.calls import Routing, Rows
 from hybrid_ep.quantize import CHANNELS_PER_BLOCK, SCALES_PER_WORD
 
-__all__ = [
-    "as_biases",
-    "as_rows",
-    "as_words",
-    "check_bias",
-    "check_global_scale",
-    "check_grid",
-    "check_nvfp4_rows",
-    "check_rows",
-    "check_topk",
-    "check_weights",
-    "num_local_experts",
-    "rounded_up",
-    "routing_by_rank",
-]
-
 _BF16 = (torch.bfloat16,)
 _FLOAT32 = (torch.float32,)
 _NVFP4_DTYPES = (torch.uint8, torch.int32)

@@ -28,8 +28,6 @@ from hybrid_ep.errors import ClosedError, ConfigError, HybridEPError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["BaseBuffer", "resolve_group"]
-
 _process_id = os.getpid()
 
 

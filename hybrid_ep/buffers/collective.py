@@ -11,8 +11,6 @@ import torch
 from hybrid_ep.engine.base import Engine
 from hybrid_ep.errors import ConfigError
 
-__all__ = ["collective"]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

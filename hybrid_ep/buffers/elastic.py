@@ -37,8 +37,6 @@ from hybrid_ep.core.streams import is_capturing
 from hybrid_ep.engine.calls import CombineRequest, DispatchRequest, Routing, Rows
 from hybrid_ep.errors import ConfigError
 
-__all__ = ["EPBuffer", "ElasticBuffer"]
-
 Event = EventOverlap | EventHandle
 DispatchResult = tuple["Tensor | tuple[Tensor, Tensor]", "Tensor | None", "Tensor | None", EPHandle, EventOverlap]
 CombineResult = tuple[Tensor, "Tensor | None", EventOverlap]

@@ -24,8 +24,6 @@ from hybrid_ep.errors import ClosedError, ConfigError
 if TYPE_CHECKING:
     from hybrid_ep.buffers.base import BaseBuffer
 
-__all__ = ["Counts", "EPHandle"]
-
 
 class Counts(NamedTuple):
     """What arrived, as `EPHandle` explains it.

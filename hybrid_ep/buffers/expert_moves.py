@@ -24,8 +24,6 @@ from hybrid_ep.core.checks import packed
 from hybrid_ep.engine.base import Engine
 from hybrid_ep.engine.calls import DispatchRequest, ExpertCopies, ReplicaMapping, Routing, Rows
 
-__all__ = ["CountExchange", "ReplicaRoutes", "add_gradients", "copy_weights", "route_replicas"]
-
 _MAX_ROW_BYTES = 8192
 _ALIGN_BYTES = 16  # of rows, and of the tensors in a record
 _MAX_ROWS = 32768  # of one dispatch: 256 MiB. The cuda engine takes twice as many (csrc/layout/limits.h: kMaxTokens).

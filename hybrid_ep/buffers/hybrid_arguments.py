@@ -12,17 +12,6 @@ from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.core.layout import indices_to_map, probs_in_columns, weights_in_columns
 from hybrid_ep.engine.calls import DispatchHandle, Rows
 
-__all__ = [
-    "as_e4m3",
-    "as_given",
-    "as_indices",
-    "check_combined",
-    "check_handle",
-    "check_made_with",
-    "probs_along",
-    "weights_along",
-]
-
 
 def check_handle(grid: RankGrid, handle: DispatchHandle, rows: Rows, num_parts: int = 1) -> None:
     """Checks that rows go along a handle."""

@@ -6,8 +6,6 @@ from dataclasses import dataclass, fields
 
 from hybrid_ep.errors import ConfigError
 
-__all__ = ["BufferConfig", "Configurer", "HybridEpConfigInstance"]
-
 
 @dataclass
 class BufferConfig:

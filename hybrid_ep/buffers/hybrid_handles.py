@@ -15,8 +15,6 @@ from torch import Tensor
 from hybrid_ep.buffers.hybrid_config import HybridEpConfigInstance
 from hybrid_ep.engine.calls import DispatchHandle, OfThisProcess, PermuteHandle
 
-__all__ = ["HybridHandle", "PermutedHandle", "rows_of_copies"]
-
 
 class _Handle(OfThisProcess, Sequence[Any]):
     """Attributes of an object as the entries of a sequence."""

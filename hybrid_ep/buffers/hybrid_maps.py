@@ -14,8 +14,6 @@ from hybrid_ep.core.checks import packed, packed_copy
 from hybrid_ep.engine.base import Engine
 from hybrid_ep.engine.calls import Combined, CombineRequest, DispatchHandle, Rows
 
-__all__ = ["combine_with_probs", "send_along"]
-
 _RECORD_ALIGN_BYTES = 16  # of rows that kernels move
 _WEIGHTS_AT_ONCE = 128  # columns of weights that one combine takes back
 _NO_CHANNELS = 8  # of the rows of a combine that is made for its weights: as few as kernels move

@@ -12,8 +12,6 @@ from hybrid_ep.core.checks import are_packed, require_expert_indices, require_pl
 from hybrid_ep.core.event import EventHandle, EventOverlap, as_overlap
 from hybrid_ep.core.geometry import RankGrid
 
-__all__ = ["as_tensors", "check_replicas", "copies_nothing", "sums_nothing"]
-
 _MAPPING_DTYPES = (torch.int32, torch.int64)
 
 

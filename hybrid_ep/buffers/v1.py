@@ -66,8 +66,6 @@ from hybrid_ep.engine.calls import (
 )
 from hybrid_ep.errors import ConfigError, TransportError
 
-__all__ = ["Buffer", "topk_idx_t"]
-
 topk_idx_t = torch.int64
 
 _X = TypeVar("_X", Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor])

@@ -33,28 +33,6 @@ from hybrid_ep.engine.calls import (
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.quantize import CHANNELS_PER_BLOCK, SCALES_PER_WORD, Fp8Format, Nvfp4Format, RowFormat
 
-__all__ = [
-    "Parts",
-    "Tokens",
-    "as_given",
-    "check_combined",
-    "check_dispatched",
-    "check_given_scale",
-    "check_layout_along",
-    "check_low_latency_handle",
-    "check_return",
-    "check_routing",
-    "check_sizes",
-    "check_stats",
-    "checked",
-    "nvfp4_as_returned",
-    "parts_of",
-    "received_rows",
-    "row_format",
-    "rows_along",
-    "signals_of",
-]
-
 Tokens = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
 

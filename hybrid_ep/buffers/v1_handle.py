@@ -25,8 +25,6 @@ from hybrid_ep.errors import ClosedError
 if TYPE_CHECKING:
     from hybrid_ep.buffers.base import BaseBuffer
 
-__all__ = ["BufferHandle", "dispatch_of", "send_words"]
-
 _WORDS = 4  # 16 bytes, the least that every engine moves, and multiples of it
 _MAX_BITS = 32
 _KEPT = "_hybrid_ep_dispatch"  # attribute of the tensor on which the engine's handle hangs

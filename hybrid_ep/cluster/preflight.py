@@ -54,8 +54,6 @@ from hybrid_ep.launcher import find_launcher
 from hybrid_ep.outputs import OutputFile
 from hybrid_ep.report.units import shorten_names
 
-__all__ = ["Gang", "find_gang", "preflight"]
-
 _PROGRAM = (sys.executable, "-c", "from hybrid_ep.cli import main; main()")
 _TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 _OF_LAUNCHERS = ("PET_", "TORCHELASTIC_", "OMPI_", "PMIX_")

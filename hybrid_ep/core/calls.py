@@ -8,8 +8,6 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["plain_tensors"]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _is_mode_enabled: Callable[[], bool] = torch._C._is_torch_function_mode_enabled

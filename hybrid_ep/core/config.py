@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from hybrid_ep.checks import require, require_int
 
-__all__ = ["Config"]
-
 _ALIGNMENT_BYTES = 128
 _MAX_TOPK_METADATA_BYTES = 32 * (8 + 4)  # an int64 index and a float32 weight for each of at most 32 experts
 

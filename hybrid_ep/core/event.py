@@ -10,8 +10,6 @@ import torch
 
 from hybrid_ep.errors import ConfigError
 
-__all__ = ["EventHandle", "EventOverlap", "as_overlap"]
-
 
 class EventHandle:
     """A point on the stream that is current when it is made (nothing, on a machine without a GPU).

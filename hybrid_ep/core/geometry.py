@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from hybrid_ep.errors import TopologyError
 
-__all__ = ["RankGrid"]
-
 
 @dataclass(frozen=True)
 class RankGrid:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-__all__ = ["host_name"]
-
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 

@@ -18,24 +18,6 @@ from hybrid_ep.core import kernels
 from hybrid_ep.core.checks import packed, require_expert_indices, require_tensor
 from hybrid_ep.core.streams import current_raw_stream
 
-__all__ = [
-    "Layout",
-    "Permutation",
-    "columns_of_experts",
-    "compute_layout",
-    "compute_layout_on_device",
-    "experts_of_columns",
-    "first_occurrence",
-    "indices_to_map",
-    "layout_by_kernel",
-    "map_to_indices",
-    "permutation_by_expert",
-    "probs_in_columns",
-    "weights_in_columns",
-    "weights_to_probs",
-    "widest_token",
-]
-
 
 class Layout(NamedTuple):
     """Counts of one rank's tokens.

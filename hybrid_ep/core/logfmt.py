@@ -21,8 +21,6 @@ from torch import Tensor
 
 from hybrid_ep.errors import ConfigError
 
-__all__ = ["CHANNELS_PER_HEADER", "MAX_CODE", "cast_from_logfmt", "cast_to_logfmt"]
-
 CHANNELS_PER_HEADER = 128
 MAX_CODE = 511
 _MAX_RANGE = 32.0

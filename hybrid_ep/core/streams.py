@@ -12,8 +12,6 @@ import torch
 from hybrid_ep.checks import require_bool
 from hybrid_ep.core.event import EventHandle, EventOverlap, as_overlap
 
-__all__ = ["CommStream", "current_raw_stream", "is_capturing"]
-
 _CURRENT_STREAM: AbstractContextManager[None] = contextlib.nullcontext()
 
 

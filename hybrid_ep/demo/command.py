@@ -17,8 +17,6 @@ from hybrid_ep.errors import ConfigError
 from hybrid_ep.outputs import OutputFolder
 from hybrid_ep.packages import require_package
 
-__all__ = ["demo"]
-
 
 @click.command(context_settings={"show_default": True})
 @click.option("--ranks", default=Settings.num_ranks, help="Ranks, each a process.")

@@ -23,8 +23,6 @@ from hybrid_ep.report.charts import (
 )
 from hybrid_ep.report.units import unit_of_bytes
 
-__all__ = ["draw_all"]
-
 _PHASE_COLOURS = {"dispatch": BLUE, "experts": GREY, "combine": ORANGE}
 _WAYS = {
     "all_gather": ("all-gather", GREY),

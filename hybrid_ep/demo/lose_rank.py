@@ -26,8 +26,6 @@ from hybrid_ep.testing.batch import make_batch
 from hybrid_ep.testing.cluster import VirtualCluster
 from hybrid_ep.testing.reference import dense_moe
 
-__all__ = ["LossResult", "lose_a_rank"]
-
 _TIMEOUT_S = 5.0
 _WORK_S = 0.5  # before the rank is killed
 _LIMIT_S = 60.0

@@ -10,8 +10,6 @@ from hybrid_ep.report.charts import Picture
 from hybrid_ep.report.page import Page
 from hybrid_ep.report.tables import Cell
 
-__all__ = ["render_page"]
-
 
 def render_page(result: DemoResult, pictures: dict[str, Picture]) -> str:
     """Returns the HTML document."""

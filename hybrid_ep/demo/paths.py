@@ -26,8 +26,6 @@ from hybrid_ep.demo.settings import Path, Settings
 from hybrid_ep.quantize import cast_from_fp8, cast_to_fp8
 from hybrid_ep.testing.batch import Batch
 
-__all__ = ["Experts", "Passage", "PhaseLog", "make_experts", "travel"]
-
 Expert = Callable[[int, Tensor], Tensor]
 
 

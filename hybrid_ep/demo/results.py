@@ -20,16 +20,6 @@ from hybrid_ep.demo.settings import Path, Settings
 from hybrid_ep.demo.skew import SkewResult
 from hybrid_ep.demo.verify import FP8_ALLOWED_RMS
 
-__all__ = [
-    "DemoResult",
-    "HopBytes",
-    "PathResult",
-    "WireResult",
-    "all_gather_bytes",
-    "all_to_all_bytes",
-    "tokens_per_expert",
-]
-
 
 @dataclass(frozen=True)
 class PathResult:

@@ -26,8 +26,6 @@ from hybrid_ep.testing.batch import make_routing
 from hybrid_ep.testing.cluster import VirtualCluster
 from hybrid_ep.workload import Workload
 
-__all__ = ["NUM_PHASES", "run_demo"]
-
 NUM_PHASES = len(PATHS) * len(ROUTINGS) + 2
 
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from hybrid_ep.checks import require, require_int
 from hybrid_ep.workload import Workload
 
-__all__ = ["PATHS", "ROUTINGS", "Path", "Settings"]
-
 ROUTINGS = ("skewed", "uniform")
 
 

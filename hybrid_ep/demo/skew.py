@@ -21,8 +21,6 @@ from hybrid_ep.demo.settings import Settings
 from hybrid_ep.nn import MoELayer
 from hybrid_ep.testing.reference import dense_moe
 
-__all__ = ["ALLOWED_RMS", "POLICIES", "SkewResult", "run_skewed"]
-
 POLICIES = ("no balance", "placement", "online")
 ALLOWED_RMS = 8 * 2.0**-8  # a few roundings to bf16
 _LEAN = 2.0

@@ -13,8 +13,6 @@ from hybrid_ep.demo.verify import FP8_ALLOWED_RMS
 from hybrid_ep.report.tables import Cell, DataTable
 from hybrid_ep.report.units import format_bytes, format_ratio
 
-__all__ = ["checks_table", "describe_cluster", "describe_loss", "print_result", "wire_table"]
-
 
 def print_result(console: Console, result: DemoResult) -> None:
     """Prints tables and verdict."""

@@ -15,8 +15,6 @@ from hybrid_ep.buffers.v1 import Buffer
 from hybrid_ep.demo.settings import Settings
 from hybrid_ep.nn import MoELayer
 
-__all__ = ["HIDDEN", "train"]
-
 HIDDEN = 64
 _FFN_HIDDEN = 128
 _NUM_TOKENS = 128

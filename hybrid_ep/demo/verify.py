@@ -29,8 +29,6 @@ from hybrid_ep.testing.batch import make_batch, make_routing
 from hybrid_ep.testing.reference import dense_moe
 from hybrid_ep.workload import Workload
 
-__all__ = ["FP8_ALLOWED_RMS", "RankCheck", "allowed_fraction", "check_path", "num_roundings"]
-
 _BF16_UNIT = 2.0**-8
 _FP32_UNIT = 2.0**-24
 _GELU_SLOPE = 1.13

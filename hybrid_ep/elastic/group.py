@@ -19,8 +19,6 @@ from torch.distributed import distributed_c10d as c10d
 from hybrid_ep.agree.board import Board
 from hybrid_ep.agree.group import connect, numbers_of_strangers
 
-__all__ = ["Lineage", "abandon", "board_of", "follow", "job_of", "lineage_of", "make_group", "root_board"]
-
 
 @dataclass
 class Lineage:

@@ -19,8 +19,6 @@ from hybrid_ep.balance.placement import ExpertPlacement
 from hybrid_ep.checks import require
 from hybrid_ep.errors import ConfigError, TopologyError
 
-__all__ = ["Load", "Roster", "Succession", "arrange", "succeed"]
-
 _EMPTY = -1
 
 

@@ -50,8 +50,6 @@ from hybrid_ep.engine.calls import (
 )
 from hybrid_ep.errors import ConfigError, TransportError
 
-__all__ = ["Engine", "Traffic", "one_at_a_time"]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

@@ -17,32 +17,6 @@ from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.errors import ConfigError, TimeoutError
 from hybrid_ep.quantize import RowFormat
 
-__all__ = [
-    "MIN_TOKENS_TO_SUM",
-    "NO_SUMS",
-    "SEND_TIMEOUT_DIVISOR",
-    "CombineRequest",
-    "Combined",
-    "DispatchHandle",
-    "DispatchRequest",
-    "Dispatched",
-    "ExpertCopies",
-    "ExpertSignals",
-    "LowLatencyCombineRequest",
-    "LowLatencyDispatchRequest",
-    "LowLatencyDispatched",
-    "LowLatencyHandle",
-    "OfThisProcess",
-    "PermuteHandle",
-    "ReplicaMapping",
-    "Routing",
-    "Rows",
-    "along_handle",
-    "dispatch_of",
-    "missing_signal",
-    "state_of",
-]
-
 # A source must have so many tokens for low-latency combine to sum a token's rows on one rank before they cross. With
 # fewer, waiting for the weights costs more than the saved bytes (docs/low_latency.md).
 MIN_TOKENS_TO_SUM = 32

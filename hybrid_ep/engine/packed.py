@@ -11,8 +11,6 @@ from hybrid_ep.checks import CHANNELS_PER_SCALE
 from hybrid_ep.engine.calls import Rows
 from hybrid_ep.quantize import CHANNELS_PER_BLOCK, SCALES_PER_WORD, Nvfp4Format, RowFormat
 
-__all__ = ["PackedLayout"]
-
 _ROWS_PER_TILE, _LANES_PER_TILE = 128, 32
 
 

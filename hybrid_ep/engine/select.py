@@ -22,8 +22,6 @@ from hybrid_ep.engine.torch.engine import TorchEngine
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.transport.choice import TransportState, agree_on_transport, survey
 
-__all__ = ["Choice", "choose_engine", "make_engine"]
-
 _LOG = logging.getLogger("hybrid_ep")
 _said: set[str] = set()
 

@@ -21,8 +21,6 @@ from transformers.distributed.expert_parallel import EPImplementation, EPImpleme
 from hybrid_ep.buffers.v1 import Buffer
 from hybrid_ep.nn.modules import MoECombine, MoEDispatch
 
-__all__ = ["HybridEP"]
-
 _buffers: dict[dist.ProcessGroup, Buffer] = {}  # which the layers of all models share
 
 

@@ -6,8 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["grouped_linear"]
-
 _ALIGNMENT = 16  # bytes of a row of each operand, as torch wants them
 
 

@@ -21,8 +21,6 @@ from hybrid_ep.nn.experts import Experts
 from hybrid_ep.nn.modules import MoECombine, MoEDispatch, MoEGroupedDispatch, require_buffer
 from hybrid_ep.nn.replicas import make_balancer
 
-__all__ = ["MoELayer"]
-
 
 class MoELayer(nn.Module):
     """Top-k mixture of two-layer GELU experts, spread over the ranks of a buffer.

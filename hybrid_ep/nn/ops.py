@@ -36,8 +36,6 @@ from hybrid_ep.engine.calls import (
 )
 from hybrid_ep.errors import ClosedError
 
-__all__ = ["handle_of", "hold", "number_of"]
-
 _BUFFERS: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()
 _buffer_numbers = itertools.count()
 

@@ -29,8 +29,6 @@ from hybrid_ep.core.streams import is_capturing
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.nn.experts import Experts
 
-__all__ = ["Routed", "make_balancer"]
-
 
 class Routed(NamedTuple):
     """A layer's tokens and weights after balancing.

@@ -15,22 +15,6 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-__all__ = [
-    "BLUE",
-    "GREEN",
-    "GREY",
-    "INK",
-    "ORANGE",
-    "PALETTE",
-    "SKY",
-    "VERMILION",
-    "Picture",
-    "label_bars",
-    "new_figure",
-    "theme",
-    "to_png",
-]
-
 BLUE, ORANGE, GREEN, SKY, VERMILION = "#0072B2", "#E69F00", "#009E73", "#56B4E9", "#D55E00"
 GREY, INK = "#B4BCC8", "#1B2430"
 PALETTE = (BLUE, ORANGE, GREEN, SKY, VERMILION, "#CC79A7")

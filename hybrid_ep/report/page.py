@@ -9,8 +9,6 @@ from html import escape
 
 from hybrid_ep.report.tables import Cell, DataTable
 
-__all__ = ["CSS", "Page"]
-
 # The look of every page.
 CSS = """
 :root{color-scheme:light dark;--ink:#1b2430;--muted:#5a6675;--paper:#fff;--panel:#f5f7fa;--line:#dfe5ec;

@@ -9,8 +9,6 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["NOTHING", "Cell", "DataTable"]
-
 NOTHING = "–"  # a cell without a value
 
 

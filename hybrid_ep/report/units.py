@@ -4,15 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = [
-    "format_bytes",
-    "format_microseconds",
-    "format_ratio",
-    "shorten_names",
-    "unit_of_bytes",
-    "unit_of_microseconds",
-]
-
 
 def format_bytes(num_bytes: float) -> str:
     """``1234567`` → ``1.23 MB`` (decimal units: networks and NVLink are sold in them)."""

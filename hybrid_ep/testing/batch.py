@@ -12,12 +12,6 @@ from torch import Tensor
 
 from hybrid_ep.workload import HOT_SHARE, Workload, log_popularity
 
-__all__ = [
-    "Batch",
-    "make_batch",
-    "make_routing",
-]
-
 
 class Batch(NamedTuple):
     """One rank's input.

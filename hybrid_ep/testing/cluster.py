@@ -35,8 +35,6 @@ from hybrid_ep.errors import ConfigError, HybridEPError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["RankError", "VirtualCluster"]
-
 T = TypeVar("T")
 # Modules that the fork server imports, so that no rank has to. More may be added before the first cluster of a process.
 PRELOADED = ["torch", "torch.distributed", "hybrid_ep.buffers.v1", "hybrid_ep.buffers.hybrid"]

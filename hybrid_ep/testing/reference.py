@@ -14,8 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Copy", "Reference", "dense_moe"]
-
 
 class Copy(NamedTuple):
     """One token as it stands with one of its experts, for one column of its top-k.

@@ -12,8 +12,6 @@ from hybrid_ep import env
 from hybrid_ep.errors import TopologyError
 from hybrid_ep.topology.model import Nic, Topology
 
-__all__ = ["choose_nic", "choose_nics", "near_cpus"]
-
 _LOG = logging.getLogger("hybrid_ep")
 
 

@@ -15,8 +15,6 @@ from hybrid_ep.topology.model import Topology
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["DomainMember", "find_domains", "gather_domains"]
-
 
 @dataclass(frozen=True)
 class DomainMember:

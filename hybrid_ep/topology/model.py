@@ -8,24 +8,6 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = [
-    "UNREADABLE",
-    "Distance",
-    "Fabric",
-    "Gpu",
-    "Locality",
-    "Nic",
-    "NicPort",
-    "NvLink",
-    "PciDevice",
-    "PciLink",
-    "Platform",
-    "Topology",
-    "localities",
-    "numa_name",
-]
-
-
 UNREADABLE = -2  # a number that a file should hold and does not, where −1 has a meaning of its own
 
 

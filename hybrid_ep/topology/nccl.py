@@ -11,8 +11,6 @@ from xml.etree import ElementTree
 from hybrid_ep.topology.choice import choose_nics
 from hybrid_ep.topology.model import PciDevice, Topology
 
-__all__ = ["nic_variables", "to_nccl_xml"]
-
 
 def to_nccl_xml(topology: Topology) -> str:
     """Returns the XML text: one ``cpu`` for each NUMA node, below it the path of every GPU and RDMA NIC."""

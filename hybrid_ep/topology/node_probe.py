@@ -19,8 +19,6 @@ from typing import Any, TypedDict
 from hybrid_ep.topology.model import Distance, Fabric, Gpu, Nic, NicPort, NvLink, PciDevice, PciLink, Platform, Topology
 from hybrid_ep.topology.recording import read_facts
 
-__all__ = ["READERS", "VerbsDevice", "VerbsPort", "probe", "read_verbs"]
-
 
 def _live_nvml() -> dict[str, Any]:
     found: dict[str, Any] = importlib.import_module("hybrid_ep._nvml").probe()

@@ -19,8 +19,6 @@ from typing import Any
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.inputs import read_json_input
 
-__all__ = ["Recording", "read_facts"]
-
 _BINARY = "base64:"
 
 

@@ -13,8 +13,6 @@ from hybrid_ep.topology.choice import choose_nics
 from hybrid_ep.topology.model import Distance, Gpu, Nic, PciLink, Topology, localities, numa_name
 from hybrid_ep.topology.nccl import nic_variables
 
-__all__ = ["describe_gpu", "describe_nic", "render"]
-
 _STYLES = {
     Distance.SELF: "dim",
     Distance.PIX: "bold green",

@@ -12,8 +12,6 @@ from html import escape
 from hybrid_ep.topology.choice import choose_nic
 from hybrid_ep.topology.model import Gpu, Locality, Nic, Topology, localities, numa_name
 
-__all__ = ["draw"]
-
 _BOX_W, _BOX_H, _GAP = 112, 46, 12
 _GPU_Y, _NIC_Y, _BAR_Y, _HEIGHT = 96, 196, 52, 290
 _STYLE = """

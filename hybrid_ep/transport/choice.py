@@ -10,15 +10,6 @@ from hybrid_ep import _C, env
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.transport import nvshmem
 
-__all__ = [
-    "TransportChoice",
-    "TransportState",
-    "agree_on_transport",
-    "choose_transport",
-    "fabric_provider",
-    "survey",
-]
-
 # In the order in which `auto` takes them between hosts.
 _NAMES = ("verbs", "libfabric", "tcp", "loopback", "nvshmem")
 _SYSFS = Path("/sys")

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from hybrid_ep._C import Faults, LinkView, Proxy
 
-__all__ = ["DomainLink", "Ring", "connect_link", "open_link"]
-
 _WHERE = "a link between domains"
 
 

@@ -26,8 +26,6 @@ from hybrid_ep.errors import CudaError, TransportError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["Heap", "Window", "kernels", "obstacle", "take_window"]
-
 _MODULE = "hybrid_ep._nvshmem"
 _LIBRARY = "libnvshmem_host.so.3"
 _WHERE = "transport nvshmem"

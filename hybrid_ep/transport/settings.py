@@ -11,8 +11,6 @@ from hybrid_ep.topology import Topology, choose_nics
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["fabric_nics", "gpu_idx_of", "local_address", "nic_names"]
-
 _DOCUMENTATION_HOST = "192.0.2.1"  # RFC 5737: reached by the default route, and by no host
 
 

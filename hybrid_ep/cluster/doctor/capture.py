@@ -24,8 +24,6 @@ from hybrid_ep.topology import Nic, Topology, probe
 from hybrid_ep.topology.recording import Recording, encode
 from hybrid_ep.watched import Unreadable
 
-__all__ = ["ReplayedNode", "capture", "kernel_records"]
-
 _AER = tuple(f"aer_dev_{kind}" for kind in ("correctable", "nonfatal", "fatal"))
 _PCI = (
     "vendor",

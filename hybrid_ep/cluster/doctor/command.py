@@ -35,8 +35,6 @@ from hybrid_ep.topology.recording import Recording
 from hybrid_ep.topology.svg import draw
 from hybrid_ep.watched import Unreadable
 
-__all__ = ["doctor", "topology"]
-
 _FILE = OutputFile()
 
 

@@ -12,8 +12,6 @@ from hybrid_ep.cluster.doctor.model import Finding, Report, Result, Severity, St
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.report.units import shorten_names
 
-__all__ = ["COMPARISONS", "Comparison", "compare"]
-
 _Values = dict[str, list[str]]  # value → hosts that have it
 
 

@@ -17,8 +17,6 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-__all__ = ["CudaStart", "start_cuda"]
-
 _DEADLINE_S = 60.0  # eight GPUs without persistence mode take some seconds each
 _POLL_S = 0.05
 

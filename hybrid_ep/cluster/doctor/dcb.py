@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from hybrid_ep.watched import Unreadable
 
-__all__ = ["DcbState", "parse_ieee", "read_dcb"]
-
 # From linux/rtnetlink.h and linux/dcbnl.h.
 _RTM_GETDCB, _NLM_F_REQUEST, _NLMSG_ERROR = 78, 1, 2
 _CMD_IEEE_GET = 21

@@ -11,8 +11,6 @@ from hybrid_ep.cluster.doctor.model import Check
 from hybrid_ep.cluster.doctor.profile import load_profile, shipped_profiles
 from hybrid_ep.cluster.doctor.registry import GROUPS, all_checks
 
-__all__ = ["document"]
-
 _CHECKS = """# Doctor reference
 
 This page is made from the checks and the profiles of the [node doctor](doctor.md). Each check has what passes, what to

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 from hybrid_ep.cluster.doctor.model import Result, Severity, Status
 
-__all__ = ["FACTS", "changes"]
-
 
 class _Fact(NamedTuple):
     """A key of a report's facts, and what it is."""

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from hybrid_ep.cluster.doctor.node import Node
     from hybrid_ep.cluster.doctor.profile import Profile
 
-__all__ = ["Check", "Counters", "Finding", "Report", "Result", "Severity", "Status", "clean", "junit_suite", "to_junit"]
-
 _MOST_SHOWN = 2000  # characters of one text in a report
 
 

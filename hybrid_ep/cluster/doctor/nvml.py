@@ -15,8 +15,6 @@ import pynvml
 
 from hybrid_ep.watched import Unreadable
 
-__all__ = ["FABRIC_COMPLETED", "LINK_REMOTE_SWITCH", "P2P_NVLINK", "P2P_OK", "Nvml"]
-
 P2P_NVLINK = int(pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
 P2P_OK = int(pynvml.NVML_P2P_STATUS_OK)
 LINK_REMOTE_SWITCH = int(pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH)

@@ -6,8 +6,6 @@ from collections.abc import Collection, Iterator, Mapping
 
 from hybrid_ep.topology import PciDevice
 
-__all__ = ["bandwidth_gbps", "link_faults", "links_above"]
-
 _ENCODING = 128 / 130  # of 128 bits, 130 are sent, from generation 3 on
 
 

@@ -21,8 +21,6 @@ import yaml
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.inputs import read_input
 
-__all__ = ["Profile", "is_profile_file", "load_profile", "propose_profile", "shipped_profiles"]
-
 _FOLDER = Path(__file__).parent
 _CPU = "cpu"
 _ANY_GPUS = "gpu-server"

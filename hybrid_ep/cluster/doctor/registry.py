@@ -17,8 +17,6 @@ from typing import TypeVar
 from hybrid_ep.cluster.doctor.model import Check, Examine, Finding, Judge, Sample, Severity, Status
 from hybrid_ep.watched import Unreadable
 
-__all__ = ["GROUPS", "all_checks", "check", "counters", "shorten", "survey"]
-
 # In the order of the report: what stands below must be right for what stands above it.
 GROUPS = ("driver", "gpu", "nvlink", "mnnvl", "nic", "affinity", "gdr", "host", "software")
 

@@ -8,8 +8,6 @@ from rich.text import Text
 
 from hybrid_ep.cluster.doctor.model import Report, Result, Status
 
-__all__ = ["STYLES", "render"]
-
 # How a terminal shows what `Result.shown_as` says.
 STYLES = {"pass": "green", "fail": "bold red", "warn": "yellow", "unknown": "magenta"}
 

@@ -15,8 +15,6 @@ from hybrid_ep.cluster.doctor.profile import Profile
 from hybrid_ep.cluster.doctor.registry import shorten
 from hybrid_ep.inputs import read_json_input
 
-__all__ = ["Limits", "Memory", "judge_rise"]
-
 _SCHEMA = 1
 
 

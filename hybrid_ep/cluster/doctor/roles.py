@@ -21,23 +21,6 @@ from hybrid_ep.cluster.doctor.profile import Profile
 from hybrid_ep.topology import UNREADABLE, Distance, Nic, NicPort
 from hybrid_ep.watched import Unreadable
 
-__all__ = [
-    "INFINIBAND",
-    "Port",
-    "Roles",
-    "active_ports",
-    "assign_roles",
-    "blind_devices",
-    "is_guid",
-    "judged_ports",
-    "members_of",
-    "netdev_of",
-    "port_folder",
-    "port_name",
-    "required_nics",
-    "wanted_nics",
-]
-
 Port = tuple[Nic, NicPort]
 
 

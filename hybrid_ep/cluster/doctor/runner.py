@@ -24,8 +24,6 @@ from hybrid_ep.errors import ConfigError
 from hybrid_ep.topology.svg import draw
 from hybrid_ep.watched import Unreadable
 
-__all__ = ["Selection", "collect_facts", "examine"]
-
 T = TypeVar("T")
 _SAMPLE_INTERVAL_S = 1.0
 Readings = Mapping[str, "Counters | Unreadable"]

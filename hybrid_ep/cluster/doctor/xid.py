@@ -16,8 +16,6 @@ import yaml
 
 from hybrid_ep.cluster.doctor.node import LogLine
 
-__all__ = ["ACTIONS", "Incident", "catalogue", "fault_lines", "read_incidents"]
-
 # Action of the catalogue → what an operator does; those without one are no fault of the node.
 ACTIONS = {
     "ignore": "",

@@ -13,8 +13,6 @@ from typing import Any
 from hybrid_ep import env
 from hybrid_ep.errors import ConfigError, HybridEPError
 
-__all__ = ["ApiServer", "ConflictError", "NodeError"]
-
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _REQUEST_S = 30.0
 

@@ -23,8 +23,6 @@ from hybrid_ep.cluster.kubernetes.rules import RULES, check_rules
 from hybrid_ep.cluster.kubernetes.schema import KUBERNETES_VERSION, check_schema
 from hybrid_ep.errors import ConfigError
 
-__all__ = ["LEFT_TO_THE_SERVER", "SILENCE", "CheckResult", "check", "known_rules"]
-
 SILENCE = "ignore.hybrid-ep/"  # an annotation of an object: this, the rule's id, and the reason as its value
 # What the command says when it ends.
 LEFT_TO_THE_SERVER = "values of fields, names and objects that others refer to (kubectl apply --dry-run=server)"

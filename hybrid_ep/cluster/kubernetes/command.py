@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from hybrid_ep.cluster.kubernetes.metrics import Metrics
     from hybrid_ep.cluster.kubernetes.node import Marking
 
-__all__ = ["k8s"]
-
 _UNDER_LOAD_S = 1800.0  # for the active checks of one node
 
 

@@ -10,8 +10,6 @@ from hybrid_ep._version import __version__
 from hybrid_ep.cluster.kubernetes.check import CheckResult, known_rules
 from hybrid_ep.cluster.kubernetes.manifest import Level, Problem
 
-__all__ = ["to_junit", "to_sarif"]
-
 _SARIF_LEVEL = {Level.ERROR: "error", Level.WARNING: "warning", Level.HINT: "note"}
 
 

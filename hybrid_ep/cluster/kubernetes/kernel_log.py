@@ -12,8 +12,6 @@ from pathlib import Path
 from hybrid_ep.cluster.doctor.capture import kernel_records
 from hybrid_ep.cluster.doctor.node import Node
 
-__all__ = ["keep_kernel_log"]
-
 
 def keep_kernel_log(node: Node, place: Path) -> None:
     """Writes the lines that `kernel_records` keeps to `place`, whole or not at all.

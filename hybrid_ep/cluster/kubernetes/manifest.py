@@ -22,22 +22,6 @@ import yaml
 from hybrid_ep.errors import ConfigError, HybridEPError
 from hybrid_ep.inputs import read_input
 
-__all__ = [
-    "STDIN",
-    "Level",
-    "Manifest",
-    "MissingToolError",
-    "PodTemplate",
-    "Problem",
-    "Requests",
-    "claim_of",
-    "find_sources",
-    "joined",
-    "json_path",
-    "load",
-    "requests_by_claim",
-]
-
 STDIN = Path("-")
 _KUSTOMIZATION = ("kustomization.yaml", "kustomization.yml", "Kustomization")
 _SUFFIXES = (".yaml", ".yml", ".json")

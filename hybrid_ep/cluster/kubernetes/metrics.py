@@ -17,8 +17,6 @@ from typing import Any
 from hybrid_ep.cluster.doctor.model import Report, Status
 from hybrid_ep.errors import ConfigError, HybridEPError
 
-__all__ = ["Metrics", "serve"]
-
 _FRESH_INTERVALS = 3
 _RUN_S = 300.0  # the longest run of the doctor
 _STATUSES = tuple(status.value for status in Status)

@@ -29,21 +29,6 @@ from hybrid_ep.cluster.doctor.drift import FACTS, changes
 from hybrid_ep.cluster.doctor.model import Report, Result, Severity, Status
 from hybrid_ep.cluster.kubernetes.api import ApiServer, ConflictError, NodeError
 
-__all__ = [
-    "ACCEPTED",
-    "CHANGED",
-    "CONDITION",
-    "LABEL",
-    "MEMORY",
-    "UNDER_LOAD",
-    "Marking",
-    "condition_of",
-    "examine_and_remember",
-    "examine_node",
-    "fault_type",
-    "mark_node",
-]
-
 CONDITION = "HybridEPFit"
 UNDER_LOAD = "HybridEPFitUnderLoad"
 LABEL = "hybrid-ep/doctor"

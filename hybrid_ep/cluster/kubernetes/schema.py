@@ -22,8 +22,6 @@ from referencing import Registry, Resource
 from hybrid_ep.cluster.kubernetes.manifest import Level, Manifest, MissingToolError, Problem, json_path
 from hybrid_ep.errors import ConfigError
 
-__all__ = ["KUBERNETES_VERSION", "check_schema", "kubernetes_versions"]
-
 # The first in which resource.k8s.io/v1, which the gb200-mnnvl overlay claims its channel through, is on by default.
 KUBERNETES_VERSION = "1.34"
 _OWN = {

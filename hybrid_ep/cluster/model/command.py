@@ -15,8 +15,6 @@ from hybrid_ep.cluster.model.report import answer, print_answer
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.workload import DTYPES, ROUTINGS, SKEWS_PER_EXPONENT, Workload, default_workload_sizes
 
-__all__ = ["model"]
-
 _MACHINE = Machine()
 _HARDWARE = {"nic": "nic_gbits", "nic-latency": "nic_latency_us", "nvlink": "nvlink", "memory": "memory"}
 _LEAST, _MOST = 1e-3, 1e6  # of rates and latencies: far beyond hardware, and all results are finite

@@ -10,8 +10,6 @@ import heapq
 from collections.abc import Generator, Sequence
 from typing import TypeAlias
 
-__all__ = ["Clock", "DeadlockError", "Process"]
-
 Process: TypeAlias = Generator["float | str", None, None]
 
 

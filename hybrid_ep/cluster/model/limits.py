@@ -11,8 +11,6 @@ from hybrid_ep.cluster.model.question import Question
 from hybrid_ep.cluster.model.traffic import Rows, expected_rows
 from hybrid_ep.report.units import format_bytes
 
-__all__ = ["Excess", "Stop", "SweepPoint", "find_excesses", "find_stops", "memory_of", "sweep_domains"]
-
 _PEER_BITS = 8  # of a command of the proxy: csrc/transport/command.h
 _NOTED_SHARE = 0.1  # of a call, from which on a wait is worth a word
 

@@ -17,8 +17,6 @@ from hybrid_ep.cluster.model import warps
 from hybrid_ep.cluster.model.question import Question
 from hybrid_ep.cluster.model.traffic import CallTraffic, Rows, expected_rows, traffic_of
 
-__all__ = ["Prediction", "predict"]
-
 _WORK_REQUESTS_PER_CHUNK = 2  # the chunk and its flag
 
 

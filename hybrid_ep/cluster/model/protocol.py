@@ -25,8 +25,6 @@ from numpy.typing import NDArray
 
 from hybrid_ep.cluster.model.events import Clock, Process
 
-__all__ = ["Plane", "Protocol", "ProtocolError", "Stream"]
-
 _CONTROL_WARPS = 6
 _NO_ROW = -1  # of a token from a domain to which it does not go
 _OWN_PIECES = 64  # in which a rank's own rows cross NVLink, between those that it forwards

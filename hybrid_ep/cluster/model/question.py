@@ -12,8 +12,6 @@ from hybrid_ep.checks import require, require_int
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.workload import Workload
 
-__all__ = ["GPU_MEMORY", "MODES", "Machine", "Question"]
-
 MODES = ("normal", "permute", "low-latency")
 GPU_MEMORY = {"H100": 3350.0, "H200": 4800.0}  # GB/s, by the data sheets; these GPUs differ in no other constant
 _MOST_HIDDEN = 1 << 16  # of which two records still fit into a chunk

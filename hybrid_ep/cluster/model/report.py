@@ -16,8 +16,6 @@ from hybrid_ep.cluster.model.traffic import HOPS, expected_rows
 from hybrid_ep.report.tables import NOTHING, Cell, DataTable
 from hybrid_ep.report.units import format_bytes, format_microseconds
 
-__all__ = ["answer", "print_answer"]
-
 
 def answer(question: Question, *, num_simulations: int = 0, seed: int = 0, straggler: float = 1.0) -> dict[str, Any]:
     """Answers a question with the JSON document of `hybrid-ep model --json`.

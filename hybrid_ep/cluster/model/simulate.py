@@ -15,8 +15,6 @@ from hybrid_ep.cluster.model.protocol import Plane, Protocol
 from hybrid_ep.cluster.model.question import Question
 from hybrid_ep.cluster.model.traffic import expected_rows, traffic_of
 
-__all__ = ["Tail", "plane_of", "simulate_tail"]
-
 _JITTER_US = 1.0
 _MOST_TIMES_SLOWER = 1e6  # above it, times of a straggler are no numbers
 _EXCHANGES = 2  # of a dispatch: counts, then verdicts

@@ -21,8 +21,6 @@ from numpy.typing import NDArray
 from hybrid_ep.checks import require
 from hybrid_ep.workload import HOT_SHARE, Workload, log_popularity
 
-__all__ = ["touched"]
-
 _NUM_NODES = 192  # of the quadrature: the sum over single experts is K to 9 digits
 _Array = NDArray[np.float64]
 

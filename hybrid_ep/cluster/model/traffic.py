@@ -12,8 +12,6 @@ from hybrid_ep import _C
 from hybrid_ep.cluster.model.question import Question
 from hybrid_ep.cluster.model.spread import touched
 
-__all__ = ["HOPS", "CallTraffic", "Hop", "LinkTraffic", "Rows", "expected_rows", "traffic_of"]
-
 HOPS = ("NVLink out", "NVLink in", "network out", "network in")
 _Array = NDArray[np.float64]
 _WORD_BYTES = 4

@@ -21,8 +21,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, combinations
 from typing import NamedTuple
 
-__all__ = ["Bisection", "Run", "bisect"]
-
 
 class Run(NamedTuple):
     """A job of several hosts, and whether it passed."""

@@ -9,8 +9,6 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-__all__ = ["LATE", "OTHER", "SLOW", "Cause", "cause_of", "telling_lines"]
-
 _MOST_LINES = 3
 _LONGEST = 200
 

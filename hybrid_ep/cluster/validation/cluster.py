@@ -39,8 +39,6 @@ from hybrid_ep.cluster.validation.results import (
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.report.units import shorten_names
 
-__all__ = ["MOST_TABLES", "REPORTED", "Cluster", "Node", "ToDo", "find_to_dos", "load_cluster", "load_node"]
-
 MOST_TABLES = 3  # of pairs, where space is short: nic jobs measure every NIC by itself
 
 

@@ -17,8 +17,6 @@ from hybrid_ep.cluster.validation.rounds import Round, rounds
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.outputs import OutputFolder
 
-__all__ = ["validation"]
-
 _RESULTS = click.argument("results", type=click.Path(exists=True, file_okay=False, path_type=Path))
 
 

@@ -17,8 +17,6 @@ from hybrid_ep.cluster.validation.causes import LATE, SLOW, cause_of
 from hybrid_ep.cluster.validation.judge import Job, PairTable
 from hybrid_ep.report.units import shorten_names
 
-__all__ = ["BISECTED", "GROUP", "OF_HOSTS", "bisect_jobs", "blame", "is_explained", "together"]
-
 GROUP = "jobs"  # of the findings of test jobs about a node
 BISECTED = "jobs.bisected"
 OF_HOSTS = ("jobs.alone", "jobs.failed", "jobs.slow", BISECTED)

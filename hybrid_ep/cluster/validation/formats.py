@@ -24,8 +24,6 @@ from hybrid_ep.cluster.validation.judge import Job
 from hybrid_ep.report.tables import Cell, DataTable
 from hybrid_ep.report.units import shorten_names
 
-__all__ = ["render", "to_ctrf", "to_junit", "to_markdown"]
-
 _OF_CTRF = {"pass": "passed", "fail": "failed", "warn": "other", "unknown": "skipped"}
 
 

@@ -23,18 +23,6 @@ from hybrid_ep.cluster.validation.causes import SLOW
 from hybrid_ep.cluster.validation.results import JobFile, Metric
 from hybrid_ep.errors import ConfigError
 
-__all__ = [
-    "HostFigure",
-    "Job",
-    "JudgedMetric",
-    "PairFigure",
-    "PairTable",
-    "Profiles",
-    "judge",
-    "judge_by_run",
-    "pair_tables",
-]
-
 _OF_RUN = 0.5  # of the median of a run's pairs, where no profile has a figure
 _FEWEST_JOBS = 6  # for a median to say something
 

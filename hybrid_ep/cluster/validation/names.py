@@ -7,8 +7,6 @@ from typing import Any
 
 import click
 
-__all__ = ["Name", "fault_of_name"]
-
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,249}")  # with .json no more than the 255 bytes of a file name
 _ALLOWED = "1 to 250 letters, digits, '.', '_', ':' and '-', the first a letter or digit"
 

@@ -40,8 +40,6 @@ from hybrid_ep.topology import Topology
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["measure_between"]
-
 _RANKS = (0, 1)
 _SECONDS = 2.0
 _WHERE = "NIC to NIC"

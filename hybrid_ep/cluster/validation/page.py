@@ -28,8 +28,6 @@ from hybrid_ep.cluster.validation.judge import Job, PairTable
 from hybrid_ep.cluster.validation.results import read_log_tail
 from hybrid_ep.report.page import CSS
 
-__all__ = ["to_html"]
-
 _MOST_PAIRS, _MOST_HOSTS = 8, 4
 _MOST_PICTURES = 6
 _MOST_JOBS = 20  # that passed or were skipped; of those that did not, twenty times as many

@@ -22,25 +22,6 @@ from typing import Any, NamedTuple
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.topology import Topology
 
-__all__ = [
-    "AT_ONCE",
-    "BOTH_WAYS",
-    "FIRST_PORT",
-    "LATENCY",
-    "ONE_WAY",
-    "Memory",
-    "Step",
-    "choose_memory",
-    "listen",
-    "listen_once",
-    "metrics_of",
-    "nearest_gpus",
-    "nics_of_gpus",
-    "perftest_obstacle",
-    "write_once",
-    "write_to",
-]
-
 FIRST_PORT = 18515  # perftest's own default; each measurement of each NIC has a port of its own
 _BANDWIDTH, _LATENCY = "ib_write_bw", "ib_write_lat"
 _RETRY_S = 0.3

@@ -13,8 +13,6 @@ from hybrid_ep.cluster.validation.names import Name
 from hybrid_ep.errors import ConfigError, TransportError
 from hybrid_ep.inputs import Seconds, read_input
 
-__all__ = ["COMMANDS"]
-
 KINDS = ("pair", "group", "link", "nic")
 _NEW_FOLDER = click.Path(file_okay=False, path_type=Path)
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)

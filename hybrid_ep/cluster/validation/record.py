@@ -33,20 +33,6 @@ from hybrid_ep.cluster.validation.results import JobFile, Metric, read_inventory
 from hybrid_ep.errors import ConfigError
 from hybrid_ep.report.units import shorten_names
 
-__all__ = [
-    "CLIQUES",
-    "DOMAIN_PREFIX",
-    "Inventory",
-    "begin_validation",
-    "check_domains",
-    "compare_nodes",
-    "judge_output",
-    "record",
-    "record_node",
-    "remove_jobs",
-    "write_job",
-]
-
 CLIQUES = "-cliques"  # ends the name of a result that is no test job's: it comes from the nodes' reports
 
 _OPERATIONS = ("dispatch", "combine")

@@ -26,9 +26,6 @@ import jsonschema
 from hybrid_ep.cluster.doctor.model import Report
 from hybrid_ep.errors import ConfigError
 
-__all__ = ["Host", "Inventory", "JobFile", "Metric", "Unreachable", "read_compare", "read_inventory", "read_job"]
-__all__ += ["name_inside", "read_log_tail", "read_node", "schema", "stems"]
-
 _LOG_TAIL_BYTES = 4096
 _ILLEGIBLE = re.compile("[^\t\n\r\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 

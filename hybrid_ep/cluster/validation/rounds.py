@@ -19,8 +19,6 @@ from dataclasses import dataclass
 
 from hybrid_ep.errors import ConfigError
 
-__all__ = ["Round", "num_rounds", "rounds"]
-
 
 @dataclass(frozen=True)
 class Round:

@@ -28,8 +28,6 @@ from hybrid_ep.core.streams import current_raw_stream, is_capturing
 from hybrid_ep.engine.cuda.symmetric import SymmetricMemory, kept
 from hybrid_ep.errors import ConfigError
 
-__all__ = ["Arena"]
-
 _INITIAL_SLOTS = 2
 _INITIAL_SLOT_BYTES = 64 << 20
 _GROWTH = 1.25  # a slot that was too small becomes this much larger than what it must hold

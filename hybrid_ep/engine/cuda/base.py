@@ -24,8 +24,6 @@ from hybrid_ep.engine.cuda.symmetric import SymmetricMemory
 from hybrid_ep.engine.torch.engine import TorchEngine
 from hybrid_ep.errors import ConfigError, HybridEPError, TimeoutError, TransportError
 
-__all__ = ["BaseCudaEngine"]
-
 
 class BaseCudaEngine(Engine):
     """An engine with kernels. It has a torch engine for what has none, and for meetings of all ranks.

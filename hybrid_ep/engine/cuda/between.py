@@ -58,8 +58,6 @@ from hybrid_ep.engine.torch.by_expert import permute_rows, rows_by_expert, sum_c
 from hybrid_ep.errors import ConfigError, HybridEPError, TimeoutError, TransportError
 from hybrid_ep.transport import Ring, open_link
 
-__all__ = ["CudaBetween", "refusal_of_grid"]
-
 _GROWTH = 1.25  # of a capacity for records that was too small
 _HIDDEN_WITHOUT_ROWS = 8  # of a call that sends none: as few as kernels move
 _CLOSE_TIMEOUT_S = 5.0  # for what is still on its way when an engine is closed

@@ -11,8 +11,6 @@ from torch import Tensor
 from hybrid_ep import _cuda
 from hybrid_ep.engine.cuda.route import Chunk
 
-__all__ = ["BetweenRoute", "RouteSizes"]
-
 
 class RouteSizes(NamedTuple):
     """Sizes that the layout of a route follows from."""

@@ -17,8 +17,6 @@ from hybrid_ep.agree.roll_call import RollCall
 from hybrid_ep.engine.calls import LowLatencyDispatchRequest
 from hybrid_ep.errors import ConfigError, HybridEPError
 
-__all__ = ["compare_calls", "compare_first_calls", "refuse_first_call"]
-
 _FIRST_CALL = "low_latency_dispatch: sizes of the first call"
 
 

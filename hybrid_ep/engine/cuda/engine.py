@@ -44,8 +44,6 @@ from hybrid_ep.engine.cuda.low_latency import CudaLowLatency
 from hybrid_ep.engine.cuda.route import PermuteState
 from hybrid_ep.errors import ConfigError
 
-__all__ = ["CudaEngine"]
-
 
 class CudaEngine(BaseCudaEngine):
     """Dispatch and combine by the kernels of `_cuda`.

@@ -16,8 +16,6 @@ from hybrid_ep.engine.cuda.arena import Arena
 from hybrid_ep.engine.cuda.symmetric import SymmetricMemory
 from hybrid_ep.errors import ConfigError
 
-__all__ = ["ExpertCopier"]
-
 
 class ExpertCopier:
     """The calls of one engine.

@@ -13,8 +13,6 @@ from hybrid_ep.engine.cuda.plan import refusal_of
 from hybrid_ep.errors import ConfigError, HybridEPError, OverflowError, TimeoutError, TransportError
 from hybrid_ep.transport import DomainLink
 
-__all__ = ["as_error", "low_latency_counter", "rank_of", "transport_error"]
-
 _CALL_BITS, _COUNTER_BITS = 32, 25  # of a low-latency dispatch: its number, then its counter
 
 

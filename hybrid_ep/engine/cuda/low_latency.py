@@ -41,8 +41,6 @@ from hybrid_ep.engine.cuda.route import route_memory
 from hybrid_ep.engine.cuda.symmetric import SymmetricMemory
 from hybrid_ep.errors import ClosedError, ConfigError, HybridEPError, OverflowError, TimeoutError, TransportError
 
-__all__ = ["CudaLowLatency"]
-
 _CALL_BITS = 28  # of the numbers of calls between two cleanings
 _MAX_GENERATIONS = 1 << 32 - _CALL_BITS
 

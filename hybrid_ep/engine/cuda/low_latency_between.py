@@ -31,8 +31,6 @@ from hybrid_ep.engine.cuda.symmetric import SymmetricMemory
 from hybrid_ep.errors import ConfigError, HybridEPError, TransportError
 from hybrid_ep.transport import DomainLink, Ring
 
-__all__ = ["LowLatencyBetween", "OpenedLink"]
-
 _SLOT_ALIGN_BYTES = 128
 _CLOSE_TIMEOUT_S = 5.0  # for what is still on its way
 _SESSION_BITS = 31  # of the number of a barrier, or of cleanings

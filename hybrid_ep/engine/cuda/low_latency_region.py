@@ -13,8 +13,6 @@ from hybrid_ep import _cuda
 from hybrid_ep.agree.board import Board, StoreLostError
 from hybrid_ep.engine.cuda.symmetric import SymmetricMemory
 
-__all__ = ["Region", "RegionsInUse", "set_last_call"]
-
 
 @dataclass(frozen=True)
 class Region:

@@ -9,14 +9,6 @@ from hybrid_ep.agree.fields import dtype_code, too_many_tokens
 from hybrid_ep.core.geometry import RankGrid
 from hybrid_ep.engine.calls import DispatchHandle, DispatchRequest, Routing, Rows
 
-__all__ = [
-    "BetweenPlan",
-    "plan_between",
-    "plan_between_along",
-    "refusal_of",
-    "sizes_of_rows",
-]
-
 
 def refusal_of(kind: _cuda.FaultKind, rank: int, value: int, allowed: int) -> str:
     """Says which argument of a rank is wrong, in the same words at every rank."""

@@ -13,16 +13,6 @@ from hybrid_ep import _cuda
 from hybrid_ep.core.streams import current_raw_stream
 from hybrid_ep.engine.calls import Rows
 
-__all__ = [
-    "Chunk",
-    "HostCounts",
-    "PermuteState",
-    "address",
-    "aligned",
-    "aligned_rows",
-    "route_memory",
-]
-
 _INT_BYTES = 4
 _ROW_ALIGN_BYTES = _cuda.row_align_bytes
 

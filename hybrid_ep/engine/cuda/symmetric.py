@@ -22,8 +22,6 @@ from hybrid_ep.agree.roll_call import RollCall
 from hybrid_ep.core.streams import is_capturing
 from hybrid_ep.errors import ConfigError, TopologyError
 
-__all__ = ["SymmetricMemory", "kept", "map_peers_of"]
-
 # torch reads this when it allocates; a value that the user has set is left alone.
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 _WHERE = "symmetric memory"

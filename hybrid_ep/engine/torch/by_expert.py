@@ -11,8 +11,6 @@ from hybrid_ep.core.layout import Permutation, permutation_by_expert
 from hybrid_ep.engine.calls import CombineRequest, Dispatched, DispatchRequest, PermuteHandle, Rows, state_of
 from hybrid_ep.errors import OverflowError
 
-__all__ = ["permute_rows", "rows_by_expert", "sum_copies"]
-
 
 def rows_by_expert(
     request: DispatchRequest, received: Dispatched, find_overflow: Callable[[int, int, torch.device], str | None]

@@ -50,8 +50,6 @@ from hybrid_ep.engine.torch.low_latency import TorchLowLatency
 from hybrid_ep.engine.torch.records import RecordFormat
 from hybrid_ep.errors import ConfigError, OverflowError
 
-__all__ = ["TorchEngine"]
-
 
 class _Route(NamedTuple):
     """The state of the torch engine in a DispatchHandle.

@@ -33,8 +33,6 @@ from hybrid_ep.engine.base import Traffic
 from hybrid_ep.engine.torch.link import Link, uses_gloo
 from hybrid_ep.errors import ConfigError, TimeoutError, TransportError
 
-__all__ = ["Exchange"]
-
 _LOG = logging.getLogger(__name__)
 _MIN_WAIT_S = 1e-3  # gloo counts whole milliseconds, and takes 0 as no limit
 _NUM_STEPS = 16  # of a call, at most; step 0 is the header, which has the same tag in every call

@@ -13,8 +13,6 @@ from torch import Tensor
 from hybrid_ep.engine.torch.exchange import Exchange
 from hybrid_ep.engine.torch.records import RecordFormat
 
-__all__ = ["Hop"]
-
 
 @dataclass(frozen=True)
 class Hop:

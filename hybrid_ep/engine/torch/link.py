@@ -27,8 +27,6 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from hybrid_ep.agree.board import Board, StoreLostError
 from hybrid_ep.agree.within import UnfinishedError, run_within
 
-__all__ = ["Link", "uses_gloo"]
-
 _UNUSED_TAG = (1 << 30) + 1
 _MIN_CONNECT_S = 1.0  # processes that start together are some milliseconds apart
 _FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.05

@@ -34,8 +34,6 @@ from hybrid_ep.engine.torch.records import RecordFormat
 from hybrid_ep.errors import ConfigError, OverflowError
 from hybrid_ep.quantize import Nvfp4Format, RowFormat, cast_to_fp8, cast_to_nvfp4
 
-__all__ = ["TorchLowLatency"]
-
 _COUNT_MASK = (1 << 32) - 1  # of layout_range
 _SIGNAL_POLL_S = 1e-4
 

@@ -21,8 +21,6 @@ from hybrid_ep.errors import TopologyError, TransportError
 from hybrid_ep.topology import near_cpus, probe
 from hybrid_ep.watched import Unreadable
 
-__all__ = ["End", "GpuMemory", "TorchMemory", "Written", "open_gpu_end", "window_bytes", "write_by_verbs"]
-
 CHUNK_BYTES = 1 << 20
 NUM_SLOTS, SLOTS_PER_CREDIT = 16, 4
 _WARM_UP_CHUNKS = 2 * NUM_SLOTS

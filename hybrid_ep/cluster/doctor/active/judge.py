@@ -22,8 +22,6 @@ from hybrid_ep.cluster.doctor.roles import assign_roles
 from hybrid_ep.topology import choose_nic
 from hybrid_ep.watched import Unreadable
 
-__all__ = ["ACTIVE_CHECKS", "ActiveCheck", "examine_actively", "judge_rates"]
-
 _LIMIT_S = 180.0  # for one measurement
 _MEMORY_FRACTION = 0.8
 

@@ -24,8 +24,6 @@ from hybrid_ep.watched import Unreadable
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Burn", "Machine", "TorchMachine", "write_over_rdma"]
-
 _COPY_BYTES = 256 << 20
 _PATTERN_BYTES = 1 << 30
 _RDMA_SECONDS, _RDMA_LIMIT_S = 3, 30.0

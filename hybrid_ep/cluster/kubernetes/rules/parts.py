@@ -8,10 +8,6 @@ from typing import Any
 
 from hybrid_ep.cluster.kubernetes.manifest import Manifest, PodTemplate
 
-__all__ = ["MULTUS", "NETWORKS", "added_capabilities", "amount", "amounts", "containers", "environment", "fits", "gpus"]
-__all__ += ["is_network", "is_nic", "items", "main", "mounted_file", "nics", "option", "running", "runs", "security"]
-__all__ += ["words"]
-
 # Whole GPUs, GPUs that are shared by time, and parts of them (MIG).
 _GPU = re.compile(r"nvidia\.com/(gpu(\.shared)?|mig-.+)|amd\.com/gpu|gpu\.intel\.com/(i915|xe)")
 _GPU_CLASS = re.compile(r"gpu|^mig\.")  # DRA's classes: gpu.nvidia.com, mig.nvidia.com, gpu.amd.com …

@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from hybrid_ep.cluster.kubernetes.manifest import Level, Manifest, Problem
 
-__all__ = ["RULES", "Finding", "Found", "Rule", "check_rules", "rule"]
-
 
 class Finding(NamedTuple):
     """A breach of a rule: the JSON path to it, what is there and what is allowed, a level if it is not the rule's, and
