@@ -496,6 +496,52 @@ def check_vllm_v2(is_decode: bool, is_async: bool) -> None:
     buffer.destroy()
 
 
+def check_deepspeed() -> None:
+    """Its exchange for DeepEP V2, forward and backward, against a dense mixture."""
+    _import_from("deepspeed")
+    name = "deepspeed.module_inject.auto_ep_comm"
+    if name not in sys.modules:
+        file = ROOT / "deepspeed" / Path(*name.split(".")).with_suffix(".py")
+        sys.meta_path.insert(0, _Stubs("deepspeed", {name: file}))
+    module: Any = __import__(name, fromlist=["auto_ep_comm"])
+    rank, case = dist.get_rank(), _case()
+    inputs = case.inputs(rank)
+    exchange = module.DeepEPExchange(
+        module.new_exchange_scope(), dist.group.WORLD, case.num_experts, case.topk, case.hidden, case.max_tokens
+    )
+    x, scores = inputs.x.clone().requires_grad_(), inputs.topk_weights.clone().requires_grad_()
+    rows, weights, _ = module.deepep_dispatch(exchange, x, inputs.topk_idx, scores)
+    handle = exchange.last_handle
+    y = _times_expert(rows, handle.num_recv_tokens_per_expert_list, weights)
+    combined = module.deepep_combine(exchange, y, handle)
+    torch.testing.assert_close(combined.double(), _dense(case, rank), rtol=2**-6, atol=2**-5)
+    combined.float().sum().backward()
+    assert scores.grad is not None
+    sums = inputs.x.float().sum(1, keepdim=True) * (inputs.topk_idx + 1)
+    torch.testing.assert_close(scores.grad, sums, rtol=2**-4, atol=2**-1)
+    exchange.destroy()
+
+
+def check_lmdeploy() -> None:
+    """Its dispatcher for DeepEP V1 in prefill, which permutes the rows by expert."""
+    _import_from("lmdeploy")
+    folder, package = ROOT / "lmdeploy" / "lmdeploy" / "pytorch", "lmdeploy.pytorch"
+    parts = ("envs", "backends.token_dispatcher", "backends.default.token_dispatcher", "backends.cuda.token_dispatcher")
+    if f"{package}.envs" not in sys.modules:
+        files = {f"{package}.{part}": folder / Path(*part.split(".")).with_suffix(".py") for part in parts}
+        sys.meta_path.insert(0, _Stubs("lmdeploy", files))
+    module: Any = __import__(f"{package}.backends.cuda.token_dispatcher", fromlist=["token_dispatcher"])
+    rank, case = dist.get_rank(), _case()
+    inputs, num_local = case.inputs(rank), case.num_experts // case.num_ranks
+    made = module.DeepEPTokenDispatcher(
+        dist.group.WORLD, case.num_experts, num_local, case.hidden, torch.bfloat16, case.max_tokens
+    )
+    for _ in range(2):
+        rows, _, _, counts = made.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights)
+        y = _times_expert(rows, counts.tolist(), torch.ones(len(rows)))
+        torch.testing.assert_close(made.combine(y).double(), _dense(case, rank), rtol=2**-5, atol=2**-4)
+
+
 def _transformers_experts(ep_implementation: str, meshes: tuple[Any, Any]) -> Any:
     """The experts of a small Mixtral, split over the ranks, with the same values for every implementation."""
     from transformers import MixtralConfig
