@@ -6,6 +6,7 @@ are stubs.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from unittest.mock import MagicMock, patch
 
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
 from tests.battery.cases import Case
 from tests.battery.signals import blocks_of, late_experts
@@ -53,10 +55,24 @@ def _times_expert(tokens: torch.Tensor, counts: Sequence[int], weights: torch.Te
     return (tokens.float() * (factors * weights).unsqueeze(1)).to(tokens.dtype)
 
 
+class _OnCpu(TorchFunctionMode):
+    """Tensors that a program makes on the GPU by name are made on the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
 def check_megatron(backend: str) -> None:
     """Its flex dispatcher, forward and backward, against a dense mixture."""
     _import_from("megatron-core")
     import torch._dynamo
+
+    if importlib.util.find_spec("triton") is None:
+        # Kernels of something else, which its dispatcher's neighbours import from 0.19 on.
+        sys.modules["megatron.core.transformer.moe.ops.paged_stash"] = MagicMock()
 
     torch._dynamo.config.disable = True  # it compiles a reshape, which takes longer than all the rest
     from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher
@@ -78,7 +94,8 @@ def check_megatron(backend: str) -> None:
     )
     groups = SimpleNamespace(ep=dist.group.WORLD, expt_tp=alone, tp_ep=dist.group.WORLD)
     local = list(range(rank * num_local, (rank + 1) * num_local))
-    dispatcher = MoEFlexTokenDispatcher(num_local, local, config, pg_collection=groups)
+    with _OnCpu():
+        dispatcher = MoEFlexTokenDispatcher(num_local, local, config, pg_collection=groups)
     routing_map = torch.zeros(case.tokens_of(rank), case.num_experts, dtype=torch.bool).scatter_(
         1, inputs.topk_idx, True
     )
@@ -477,6 +494,52 @@ def check_vllm_v2(is_decode: bool, is_async: bool) -> None:
         output = _finalized(made, inputs.x, y, weights, experts, is_async)
         torch.testing.assert_close(output.double(), _dense(case, rank), rtol=2**-6, atol=2**-5)
     buffer.destroy()
+
+
+def check_deepspeed() -> None:
+    """Its exchange for DeepEP V2, forward and backward, against a dense mixture."""
+    _import_from("deepspeed")
+    name = "deepspeed.module_inject.auto_ep_comm"
+    if name not in sys.modules:
+        file = ROOT / "deepspeed" / Path(*name.split(".")).with_suffix(".py")
+        sys.meta_path.insert(0, _Stubs("deepspeed", {name: file}))
+    module: Any = __import__(name, fromlist=["auto_ep_comm"])
+    rank, case = dist.get_rank(), _case()
+    inputs = case.inputs(rank)
+    exchange = module.DeepEPExchange(
+        module.new_exchange_scope(), dist.group.WORLD, case.num_experts, case.topk, case.hidden, case.max_tokens
+    )
+    x, scores = inputs.x.clone().requires_grad_(), inputs.topk_weights.clone().requires_grad_()
+    rows, weights, _ = module.deepep_dispatch(exchange, x, inputs.topk_idx, scores)
+    handle = exchange.last_handle
+    y = _times_expert(rows, handle.num_recv_tokens_per_expert_list, weights)
+    combined = module.deepep_combine(exchange, y, handle)
+    torch.testing.assert_close(combined.double(), _dense(case, rank), rtol=2**-6, atol=2**-5)
+    combined.float().sum().backward()
+    assert scores.grad is not None
+    sums = inputs.x.float().sum(1, keepdim=True) * (inputs.topk_idx + 1)
+    torch.testing.assert_close(scores.grad, sums, rtol=2**-4, atol=2**-1)
+    exchange.destroy()
+
+
+def check_lmdeploy() -> None:
+    """Its dispatcher for DeepEP V1 in prefill, which permutes the rows by expert."""
+    _import_from("lmdeploy")
+    folder, package = ROOT / "lmdeploy" / "lmdeploy" / "pytorch", "lmdeploy.pytorch"
+    parts = ("envs", "backends.token_dispatcher", "backends.default.token_dispatcher", "backends.cuda.token_dispatcher")
+    if f"{package}.envs" not in sys.modules:
+        files = {f"{package}.{part}": folder / Path(*part.split(".")).with_suffix(".py") for part in parts}
+        sys.meta_path.insert(0, _Stubs("lmdeploy", files))
+    module: Any = __import__(f"{package}.backends.cuda.token_dispatcher", fromlist=["token_dispatcher"])
+    rank, case = dist.get_rank(), _case()
+    inputs, num_local = case.inputs(rank), case.num_experts // case.num_ranks
+    made = module.DeepEPTokenDispatcher(
+        dist.group.WORLD, case.num_experts, num_local, case.hidden, torch.bfloat16, case.max_tokens
+    )
+    for _ in range(2):
+        rows, _, _, counts = made.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights)
+        y = _times_expert(rows, counts.tolist(), torch.ones(len(rows)))
+        torch.testing.assert_close(made.combine(y).double(), _dense(case, rank), rtol=2**-5, atol=2**-4)
 
 
 def _transformers_experts(ep_implementation: str, meshes: tuple[Any, Any]) -> Any:

@@ -21,6 +21,12 @@ def test_megatron_core(run_ranks: RunRanks, backend: str) -> None:
     run_ranks(2, released.check_megatron, backend)
 
 
+@pytest.mark.parametrize("package", ["deepspeed", "lmdeploy"])
+def test_deepspeed_and_lmdeploy(run_ranks: RunRanks, package: str) -> None:
+    _require(package)
+    run_ranks(2, getattr(released, f"check_{package}"))
+
+
 @pytest.mark.parametrize("is_bounded", [False, True], ids=["exact", "bounded"])
 def test_nemo(run_ranks: RunRanks, is_bounded: bool) -> None:
     _require("nemo-automodel")

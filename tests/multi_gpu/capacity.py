@@ -59,7 +59,7 @@ def check_empty_cache() -> None:
         sent = draw_tokens(1, [2 * small // (2 * hidden)] * num_ranks, hidden, 2, 2 * num_ranks)
         *_, handle, _ = dispatch(buffer, sent, rank)
         assert arena.slot_bytes > small
-        chunk = weakref.ref(handle.state.chunk)
+        chunk = weakref.ref(handle.dispatch.state.chunk)
         del handle, _
         buffer.empty_cache()
         assert (arena.slot_bytes, chunk()) == (small, None)

@@ -231,7 +231,8 @@ def check_handles_of_others() -> None:
         weights = None if is_last else results[0][2]
         told = _told(buffer, lambda: buffer.combine(results[0][0], results[0][4], weights), hybrid_ep.ConfigError)
         assert told.startswith("weights of a row is ")
-        foreign = results[0][4]._replace(state=object())
+        made = results[0][4]
+        foreign = hybrid_ep.BufferHandle(buffer, made.dispatch._replace(state=object()), made[4], None)
         for call in (lambda: buffer.combine(results[0][0], foreign), lambda: buffer.dispatch(sent.x[rank], foreign)):
             with pytest.raises(hybrid_ep.ConfigError, match="handle is of another engine"):
                 call()

@@ -11,6 +11,7 @@ import torch
 
 from hybrid_ep import (
     Buffer,
+    BufferHandle,
     ClosedError,
     ConfigError,
     HybridEPBuffer,
@@ -108,7 +109,7 @@ def test_a_handle_of_another_engine_is_refused(buffer: Buffer) -> None:
     words = "handle is of another engine; allowed: one that a dispatch of this buffer's engine returned"
     per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(TOPK, E)
     rows, _, _, _, handle, _ = buffer.dispatch(X, None, per_rank, None, in_rank, per_expert, TOPK, WEIGHTS)
-    foreign = handle._replace(state=object())
+    foreign = BufferHandle(buffer, handle.dispatch._replace(state=object()), in_rank, None)
     with pytest.raises(ConfigError, match=words):
         buffer.dispatch(X, foreign)
     with pytest.raises(ConfigError, match=words):

@@ -219,6 +219,44 @@ def test_a_handle_of_the_buffer_combines() -> None:
         assert torch.equal(MoECombine(buffer)(recv_x, handle), x)
 
 
+class _SavesItsHandle(torch.autograd.Function):
+    """A dispatch that saves every entry of its handle, as xtuner does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, topk_idx: torch.Tensor, buffer: Buffer) -> Any:
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, 2)
+        layout = {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
+        received, _, _, _, handle, event = buffer.dispatch(x, topk_idx=topk_idx, **layout, async_finish=True)
+        ctx.save_for_backward(*handle)
+        ctx.buffer = buffer
+        event.current_stream_wait()
+        return received, handle
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
+        handle = ctx.saved_tensors
+        again = ctx.buffer.dispatch(ctx.buffer.combine(grad, handle)[0], handle)[0]
+        assert torch.equal(again, grad)
+        return ctx.buffer.combine(grad, handle)[0], None, None
+
+
+@pytest.mark.parametrize("ranks_per_domain", [2, 1])
+def test_the_tensors_of_a_handle_may_be_saved(run_ranks: RunRanks, ranks_per_domain: int) -> None:
+    run_ranks(2, _save_handles, ranks_per_domain)
+
+
+def _save_handles(ranks_per_domain: int) -> None:
+    with Buffer(num_ranks_per_domain=ranks_per_domain) as buffer:
+        x = torch.ones(4, 16).bfloat16().requires_grad_()
+        received, handle = _SavesItsHandle.apply(x, torch.tensor([[0], [1], [1], [-1]]), buffer)
+        number = len(handle)
+        del handle
+        received.sum().backward()
+        assert number == (6 if ranks_per_domain == 2 else 10)
+        assert x.grad is not None
+        assert x.grad[:, 0].tolist() == [1, 1, 1, 0]
+
+
 @pytest.mark.parametrize("options", [{}, {"num_rows": 8}], ids=["by source", "by expert"])
 def test_saved_tensors_may_be_copied(options: dict[str, int]) -> None:
     """As hooks do that offload activations into pinned memory."""
