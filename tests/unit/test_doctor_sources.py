@@ -18,12 +18,14 @@ from pathlib import Path
 import pytest
 
 from hybrid_ep.cluster.doctor import Node, Unreadable, WatchedNode
+from hybrid_ep.cluster.doctor.capture import capture
 from hybrid_ep.cluster.doctor.cuda_start import CudaStart, start_cuda
 from hybrid_ep.cluster.doctor.dcb import DcbState, parse_ieee, read_dcb
 from hybrid_ep.cluster.doctor.node import LogLine
 from hybrid_ep.cluster.doctor.rises import Limits, Memory, judge_rise
 from hybrid_ep.cluster.doctor.xid import ACTIONS, catalogue, read_incidents
 from hybrid_ep.errors import ConfigError
+from tests.sim.platforms import healthy
 
 _GPU = "PCI:0000:23:00"
 
@@ -361,3 +363,15 @@ def test_without_libcuda_the_loader_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     found = start_cuda([0], lambda: None)
     assert (found.init, found.lost) == (None, "")
     assert "libcuda.so.1" in found.library
+
+
+# ---- recordings ----
+
+
+def test_an_interface_whose_name_is_too_long_is_not_looked_for(tmp_path: Path) -> None:
+    recording = healthy("hgx-h200")
+    path = next(path for path in recording.files if path.endswith("/gid_attrs/ndevs/0"))
+    recording.files[path] = "n" * 300
+    recording.write(tmp_path)
+    with closing(Node(tmp_path)) as node:
+        assert capture(node).files[path] == "n" * 300

@@ -74,6 +74,7 @@ _FOLDERS = (
     "/sys/devices/system/node/node*",
 )
 _DEVICES = ("/dev/infiniband/*", "/dev/nvidia-caps-imex-channels/*", "/dev/gdrdrv", "/dev/nvidia[0-9]*")
+_NETDEV = re.compile(r"[^\s/:*?\[\]]{1,15}")  # as the kernel names interfaces, and no pattern
 _GIDS_KEPT = 16  # of up to 256 entries of a port's table
 _LOG_WORDS = (  # of lines that are kept beside those of kernel_lines.yaml
     *("NVRM", "nvidia", "SXid", "PCIe Bus Error", "AER:", "DPC:", "mlx5_core"),
@@ -297,7 +298,8 @@ def _bonds(node: Node) -> list[str]:
     found = set()
     for path in _glob(node, "/sys/class/infiniband/*/ports/*/gid_attrs/ndevs/0"):
         _quietly(lambda path=path: found.add(node.read(path)))  # type: ignore[misc]
-    return sorted(netdev for netdev in found if any(_glob(node, f"/sys/class/net/{netdev}/lower_*")))
+    names = [netdev for netdev in found if _NETDEV.fullmatch(netdev)]
+    return sorted(netdev for netdev in names if any(_glob(node, f"/sys/class/net/{netdev}/lower_*")))
 
 
 def _nics(node: Node) -> tuple[Nic, ...]:

@@ -227,9 +227,11 @@ class Nvml:
         self._watch("NVML")
         try:
             value = call()
-        except pynvml.NVMLError as error:
-            self._answers.setdefault(key, []).append(f"!{error.value}")
-            raise Unreadable(f"NVML {key}: {error}", nvml_code=error.value) from None
+        except (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError) as error:
+            # nvidia-ml-py raises the second, which has no code, where the driver lacks this version of a function.
+            code = getattr(error, "value", pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+            self._answers.setdefault(key, []).append(f"!{code}")
+            raise Unreadable(f"NVML {key}: {pynvml.NVMLError(code)}", nvml_code=code) from None
         except (UnicodeError, AttributeError) as error:  # no text, or a function that nvidia-ml-py does not have
             raise Unreadable(f"NVML {key}: {error}") from None
         value = value.decode(errors="replace") if isinstance(value, bytes) else value
