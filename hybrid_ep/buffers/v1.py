@@ -103,7 +103,9 @@ class Buffer(BaseBuffer):
     use has ended: `Tensor.record_stream` has no effect on it.
 
     Args:
-        group: the process group; None = the default group, or a single rank where there is none.
+        group: the process group; None = the default group, or a single rank where there is none. If torch's registry
+            does not know it, as a wrapper or a group made without it, its ranks gather an address through it, and work
+            on a group of gloo of their own. That lives on when the wrapped group is destroyed and made again.
         num_nvl_bytes: bytes that `get_local_buffer_tensor` gives, ≥ 0. The engine allocates what its calls need
             beside them.
         num_rdma_bytes: bytes that `get_local_buffer_tensor` gives with `use_rdma_buffer`, ≥ 0.
