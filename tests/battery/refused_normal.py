@@ -118,7 +118,7 @@ def check_refused_dispatches_along_handles(device: str = "cpu") -> None:
             "x.dtype is torch.float32": {"x": x.float()},
             "rows of x is 11": {"x": x[:-1]},
             "handle is tuple": {"handle": (1, 2)},
-            "handle is 6 tensors of no dispatch, or copies": {"handle": [one.clone() for one in handle]},
+            f"handle is {len(handle)} tensors of no dispatch, or copies": {"handle": [one.clone() for one in handle]},
             "topk_idx or topk_weights is given": {"topk_idx": topk_idx},
             "num_worst_tokens is 1": {"num_worst_tokens": 1},
             "is_token_in_rank.shape is ": {"is_token_in_rank": calls.arguments["is_token_in_rank"][:-1]},
