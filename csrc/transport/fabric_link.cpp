@@ -26,7 +26,7 @@ constexpr size_t kReadAtATime = 32;       // completions
 constexpr size_t kMaxBacklog = 64;        // words of a NIC that the provider has not taken yet
 constexpr int kLookEvery = 64;            // turns between looks at the clock
 constexpr int kMaxIdleWaits = 16;         // on descriptors in a row without any work
-constexpr long kIdlePollNs = 20'000'000;  // between turns without a call, where no descriptor helps
+constexpr long kIdlePollNs = 20'000'000;  // between turns without a call, if no descriptor wakes the thread before
 constexpr auto kGoodbye = std::chrono::seconds(1);
 constexpr int kPeerShift = 22;  // above the bits of an Immediate
 constexpr uint64_t kIsAsking = 0, kIsOpen = 1, kIsClosed = 2, kNumStates = 3;
@@ -209,7 +209,8 @@ class FabricLink final : public Link {
   }
 
   // A provider must be told before a thread sleeps on its descriptor, and may have work left. Some have no descriptor,
-  // or one that stays readable without work: there a clock wakes the thread.
+  // one that stays readable without work, or one that a peer's write does not always make readable. So a clock wakes
+  // the thread, too: a peer's write may need it to be complete.
   int wait_fd() const override {
     uint64_t ticks;
     (void)!read(timer_, &ticks, sizeof(ticks));
@@ -306,11 +307,10 @@ class FabricLink final : public Link {
     if (epoll_ < 0 || ready_ < 0 || timerfd_settime(timer_, 0, &period, nullptr) != 0) {
       throw LinkError(-1, std::string("libfabric: descriptors to wait on: ") + std::strerror(errno));
     }
-    for (const Nic& nic : nics_) {
-      epoll_event event{};
-      event.events = EPOLLIN;
-      has_descriptors_ &= epoll_ctl(epoll_, EPOLL_CTL_ADD, nic.descriptor, &event) == 0;
-    }
+    epoll_event event{};
+    event.events = EPOLLIN;
+    (void)epoll_ctl(epoll_, EPOLL_CTL_ADD, timer_, &event);
+    for (const Nic& nic : nics_) has_descriptors_ &= epoll_ctl(epoll_, EPOLL_CTL_ADD, nic.descriptor, &event) == 0;
   }
 
   void take_address(int peer, const std::string& address) {
