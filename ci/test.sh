@@ -23,7 +23,7 @@ if [ "$which" != cluster ]; then
   wait "$types" || status=$?
   [ "$status" = 0 ] || exit "$status"
 fi
-declare -A usually=([fast]="2 to 3 minutes" [most]="20 minutes" [cluster]="20 minutes" [all]="hours")
+declare -A usually=([fast]="2 to 3 minutes" [most]="25 minutes" [cluster]="12 minutes" [all]="hours")
 echo "tests (usually ${usually[$which]} on two cores)"
 # Workers get groups in this order: the files that take longest (tests/conftest.py), then by name. On two cores there are
 # four workers, because many tests wait: for a timeout, for a rank that does not come.

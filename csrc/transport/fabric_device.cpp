@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <random>
 #include <type_traits>
 
 namespace hybrid_ep {
@@ -25,6 +26,13 @@ FabricApi load() {
   find("fi_fabric", &api.fabric);
   find("fi_strerror", &api.strerror);
   return api;
+}
+
+// Of the file in /dev/shm that provider shm makes. By itself it takes the number of the process, whose file is still
+// there if an earlier process of that number was killed, or if containers share /dev/shm.
+std::string unique_name() {
+  std::random_device random;
+  return "hybrid_ep-" + std::to_string(uint64_t{random()} << 32 | random());
 }
 
 // The NIC's name as the kernel has it, if the provider tells; otherwise the domain's.
@@ -80,10 +88,10 @@ FabricOwner<fi_info> find_fabric(const FabricOptions& options, bool uses_gpu_mem
   hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_ENDPOINT |
                                 (uses_gpu_memory ? FI_MR_HMEM : 0);
   hints->fabric_attr->prov_name = strdup(options.provider.c_str());  // freed with the hints
-  const bool has_host = !options.host.empty();
+  const std::string source = options.provider == "shm" ? unique_name() : options.host;
   fi_info* found = nullptr;
-  const int status = api.getinfo(kApiVersion, has_host ? options.host.c_str() : nullptr, nullptr,
-                                 has_host ? FI_SOURCE : 0, hints.get(), &found);
+  const int status = api.getinfo(kApiVersion, source.empty() ? nullptr : source.c_str(), nullptr,
+                                 source.empty() ? 0 : FI_SOURCE, hints.get(), &found);
   if (status != -FI_ENODATA) check_fabric("provider " + options.provider, status);
   return FabricOwner<fi_info>(found);
 }

@@ -2,6 +2,7 @@
 
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/mman.h>
 #include <sys/timerfd.h>
 #include <unistd.h>
 
@@ -11,6 +12,7 @@
 #include <cstring>
 #include <deque>
 #include <sstream>
+#include <string_view>
 #include <thread>
 #include <utility>
 
@@ -28,6 +30,7 @@ constexpr int kLookEvery = 64;            // turns between looks at the clock
 constexpr int kMaxIdleWaits = 16;         // on descriptors in a row without any work
 constexpr long kIdlePollNs = 20'000'000;  // between turns without a call, if no descriptor wakes the thread before
 constexpr auto kGoodbye = std::chrono::seconds(1);
+constexpr std::string_view kShmPrefix = "fi_shm://";
 constexpr int kPeerShift = 22;  // above the bits of an Immediate
 constexpr uint64_t kIsAsking = 0, kIsOpen = 1, kIsClosed = 2, kNumStates = 3;
 
@@ -122,10 +125,7 @@ class FabricLink final : public Link {
     std::ostringstream text;
     text << options_.provider << '\n' << nics_.size() << ' ' << options_.has_remote_data << '\n';
     for (const Nic& nic : nics_) {
-      size_t length = 0;
-      (void)fi_getname(&nic.endpoint->fid, nullptr, &length);
-      std::string name(length, '\0');
-      check_fabric("fi_getname", fi_getname(&nic.endpoint->fid, name.data(), &length));
+      const std::string name = name_of_endpoint(nic);
       const bool is_virtual = (nic.info->domain_attr->mr_mode & FI_MR_VIRT_ADDR) != 0;
       for (const auto& [memory, region] : {std::pair<const void*, fid_mr*>{window_, nic.window.get()},
                                            {words_, nic.words.get()},
@@ -156,6 +156,11 @@ class FabricLink final : public Link {
       });
       if (const auto found = failure().get()) throw LinkError(found->peer, found->device + ": " + found->detail);
       if (!progress() && !is_done) std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+    // Every peer has mapped the file of provider shm, so that it needs no name, and no killed rank leaves it behind.
+    for (const Nic& nic : nics_) {
+      const std::string name = name_of_endpoint(nic);
+      if (name.rfind(kShmPrefix, 0) == 0) shm_unlink(name.c_str() + kShmPrefix.size());
     }
   }
 
@@ -255,6 +260,13 @@ class FabricLink final : public Link {
   uint64_t* states() const { return came_words() + layout().num_words; }
   uint64_t state_of(int peer) const { return __atomic_load_n(states() + peer, __ATOMIC_ACQUIRE); }
   Nic& nic_of(int slot) { return nics_[static_cast<size_t>(slot) % nics_.size()]; }
+  static std::string name_of_endpoint(const Nic& nic) {
+    size_t length = 0;
+    (void)fi_getname(&nic.endpoint->fid, nullptr, &length);
+    std::string name(length, '\0');
+    check_fabric("fi_getname", fi_getname(&nic.endpoint->fid, name.data(), &length));
+    return name;
+  }
   std::string name_of(const Nic& nic) const { return "libfabric " + options_.provider + " on " + nic.name; }
 
   template <typename Function>

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -147,6 +148,22 @@ def test_survivors_name_the_killed_peer(transport: str, told: str) -> None:
         for name, peer, text in cluster.collect([0, 2], limit_s=2 * LIMIT_S):
             assert (name, peer) == ("TransportError", victim)
             assert told in text
+
+
+def _shared_files() -> list[str]:
+    """The files in /dev/shm, by which ranks have connected, as this process has mapped them."""
+    link = _open(Network("libfabric/shm"))
+    found = {line.split(maxsplit=5)[5] for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm" in line}
+    link.close()
+    return sorted(name.strip() for name in found if "hybrid_ep-" in name)
+
+
+@needs_fabric
+def test_a_killed_rank_leaves_no_file_in_shared_memory(run_ranks: RunRanks) -> None:
+    """Its own file and its peer's have names that no other process takes, and lose them once both have mapped them."""
+    for names in run_ranks(2, _shared_files):
+        assert len(names) == 2
+        assert all(name.endswith(" (deleted)") for name in names)
 
 
 def _miss_a_peer(absent: int) -> tuple[str, int | None]:
