@@ -29,7 +29,7 @@ from tests.sim.hosts import missing_prerequisites
 from tests.sim.platforms import healthy
 from tests.sim.scenario import Scenario, build_stub
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 FIT = ("node-a", "node-b", "node-c")
 FAULTS = {"nvlink.links", "host.memlock"}
 PROFILE = f"{HOME}/site/tray.yaml"  # on the controller only

@@ -17,7 +17,7 @@ from tests.sim.hosts import missing_prerequisites
 from tests.sim.platforms import healthy
 from tests.sim.scenario import build_stub
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 NODES = ("node-a", "node-b", "node-c", "node-dead", "node-slow")
 BENCH = "--device cpu --tokens 256 --hidden 1024 --topk 2 --runs 2 --warmups 1"
 
@@ -69,7 +69,7 @@ def tested(fleet: Fleet) -> Play:
     killer = threading.Thread(target=kill)
     killer.start()
     try:
-        return fleet.play("test_jobs.yml", "-e", "nvlink_bandwidth=false", "-e", "jobs_rounds=0", limit_s=480)
+        return fleet.play("test_jobs.yml", "-e", "nvlink_bandwidth=false", "-e", "jobs_rounds=0", limit_s=800)
     finally:
         ended.set()
         killer.join()
@@ -115,7 +115,7 @@ def test_nodes_that_fail_together_are_halved_until_one_is_named(tmp_path: Path) 
             nvlink_bandwidth=False,
         )
         assert fleet.play("validate.yml").code == 0
-        played = fleet.play("test_jobs.yml", limit_s=480)
+        played = fleet.play("test_jobs.yml", limit_s=800)
         report = json.loads(fleet.results("report/report.json").read_text())
     unfit = {node["name"]: [item["id"] for item in node["problems"]] for node in report["nodes"] if not node["fit"]}
     assert unfit == {"node-b": ["jobs.bisected"]}, played.output
