@@ -153,9 +153,9 @@ def test_survivors_name_the_killed_peer(transport: str, told: str) -> None:
 def _shared_files() -> list[str]:
     """The files in /dev/shm, by which ranks have connected, as this process has mapped them."""
     link = _open(Network("libfabric/shm"))
-    found = {line.split(maxsplit=5)[5] for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm" in line}
+    lines = Path("/proc/self/maps").read_text().splitlines()
     link.close()
-    return sorted(name.strip() for name in found if "hybrid_ep-" in name)
+    return sorted({line.split(maxsplit=5)[5].strip() for line in lines if "/dev/shm/hybrid_ep-" in line})
 
 
 @needs_fabric
