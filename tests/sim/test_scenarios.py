@@ -21,6 +21,7 @@ from rich.table import Table
 
 from hybrid_ep.cluster.doctor import Report, Status, examine, load_profile
 from hybrid_ep.cluster.doctor.capture import ReplayedNode
+from hybrid_ep.cluster.doctor.model import Severity
 from hybrid_ep.cluster.doctor.registry import all_checks
 from tests.sim.damage import FILE_DAMAGES, PLACE_DAMAGES
 from tests.sim.document import document
@@ -90,7 +91,7 @@ def test_fault_is_found_by_its_check_alone(reports: Reports, scenario: Scenario)
     results = [result for result in report.results if result.id in scenario.expected]
     assert scenario.seen in "; ".join(result.seen for result in results)
     assert scenario.remedy in "; ".join(result.remedy for result in results)
-    errors = {status for result in results for status in [result.status] if result.shown_as != "warn"}
+    errors = {result.status for result in results if result.severity is Severity.ERROR}
     assert report.exit_code == (1 if Status.FAIL in errors else 2 if errors else 0)
 
 
