@@ -28,8 +28,8 @@ FabricApi load() {
   return api;
 }
 
-// Of the file in /dev/shm that provider shm makes. By itself it takes the number of the process, whose file is still
-// there if an earlier process of that number was killed, or if containers share /dev/shm.
+// Provider shm makes a file of this name in /dev/shm. It would name the file by the process's number, and that file is
+// still there if an earlier process of that number was killed, or belongs to another container that shares /dev/shm.
 std::string unique_name() {
   std::random_device random;
   return "hybrid_ep-" + std::to_string(uint64_t{random()} << 32 | random());

@@ -6,6 +6,7 @@ are stubs.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -119,12 +120,7 @@ def check_megatron(backend: str) -> None:
 
 def check_nemo(is_bounded: bool) -> None:
     """Its functions for Hybrid-EP, with compact routing: indices beside dense probabilities, and their gradient."""
-    _import_from("nemo-automodel")
-    name = "nemo_automodel.components.moe.megatron.fused_a2a"
-    if name not in sys.modules:
-        file = ROOT / "nemo-automodel" / Path(*name.split(".")).with_suffix(".py")
-        sys.meta_path.insert(0, _Stubs("nemo_automodel", {name: file}))
-    module: Any = __import__(name, fromlist=["fused_a2a"])
+    module = _module_of("nemo-automodel", "nemo_automodel.components.moe.megatron.fused_a2a")
     rank, case = dist.get_rank(), _case()
     inputs, num_local = case.inputs(rank), case.num_experts // case.num_ranks
     probs = torch.zeros(len(inputs.x), case.num_experts).scatter_(1, inputs.topk_idx, inputs.topk_weights)
@@ -145,6 +141,15 @@ def check_nemo(is_bounded: bool) -> None:
     assert probs.grad is not None
     sums = inputs.x.float().sum(1, keepdim=True) * (inputs.topk_idx + 1)
     torch.testing.assert_close(probs.grad.gather(1, inputs.topk_idx), sums, rtol=2**-5, atol=2**-3)
+
+
+def _module_of(release: str, name: str) -> Any:
+    """Imports one module of a release, with stubs for the rest of its package."""
+    _import_from(release)
+    if name not in sys.modules:
+        file = ROOT / release / Path(*name.split(".")).with_suffix(".py")
+        sys.meta_path.insert(0, _Stubs(name.partition(".")[0], {name: file}))
+    return importlib.import_module(name)
 
 
 class _Stubs(MetaPathFinder, Loader):
@@ -498,12 +503,7 @@ def check_vllm_v2(is_decode: bool, is_async: bool) -> None:
 
 def check_deepspeed() -> None:
     """Its exchange for DeepEP V2, forward and backward, against a dense mixture."""
-    _import_from("deepspeed")
-    name = "deepspeed.module_inject.auto_ep_comm"
-    if name not in sys.modules:
-        file = ROOT / "deepspeed" / Path(*name.split(".")).with_suffix(".py")
-        sys.meta_path.insert(0, _Stubs("deepspeed", {name: file}))
-    module: Any = __import__(name, fromlist=["auto_ep_comm"])
+    module = _module_of("deepspeed", "deepspeed.module_inject.auto_ep_comm")
     rank, case = dist.get_rank(), _case()
     inputs = case.inputs(rank)
     exchange = module.DeepEPExchange(

@@ -36,7 +36,7 @@ class _Driven:
         self.dispatch_dtype, self._codec = dispatch_dtype, (quantize, dequantize)
 
     def _quant(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What the harness compiles."""
+        """Quantises rows, as the function does that the harness compiles."""
         assert self._codec is not None
         self.num_quantised += 1
         return self._codec[0](x)  # type: ignore[no-any-return]
